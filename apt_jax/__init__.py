@@ -6,7 +6,7 @@
     outs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32, temperature=0.0), slo=SLO(ttft_s=1.0))
     print(outs[0].outputs[0].text)
 
-Names are imported when they are first used, so that `apt_jax.sched` needs NumPy only.
+Names are imported at their first use, so importing `apt_jax.sched` requires only NumPy.
 """
 
 import importlib

@@ -8,9 +8,9 @@ triton-interpret  all          tests only    the same kernels in Pallas' interpr
 tpu               TPU          default       `xla` with two decode ops as Pallas kernels (`pallas/tpu_decode.py`)
 tpu-interpret     all          tests only    the same kernels in Pallas' interpreter
 
-`apt_jax.lab.kernels` has two more for NVIDIA GPUs, `triton-onepass` and `jax-triton`, loaded when asked for by name.
+`apt_jax.lab.kernels` has two more for NVIDIA GPUs, `triton-onepass` and `jax-triton`, loaded only if selected by name.
 
-Selection is explicit and logged; an unknown or unavailable name is an error.
+The selection is logged; selecting an unknown or unavailable backend by name is an error.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ TRITON_CALL = "__gpu$xla.gpu.triton"
 
 
 class _MissingBackendError(Exception):
-    """This version of JAX lacks the language that the kernels are written in."""
+    """This version of JAX lacks the language in which the kernels are written."""
 
 
 def _xla(chip: str | None) -> KernelBackend:
@@ -93,7 +93,7 @@ def _has_collectives(call: DecodeCall | PrefillCall) -> bool:
 
 
 def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
-    # Imported when asked for: Pallas' Triton backend takes a second to import.
+    # Imported only when needed: Pallas' Triton backend takes a second to import.
     try:
         from apt_jax.pallas import (
             triton_decode_absorbed,
@@ -105,7 +105,7 @@ def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         )
     except ImportError as error:
         raise _MissingBackendError(
-            f"JAX {jax.__version__} has no Triton backend of Pallas ({error}); install 'jax{JAX_WITH_TRITON}'"
+            f"JAX {jax.__version__} lacks Pallas' Triton backend ({error}); install 'jax{JAX_WITH_TRITON}'"
         ) from None
 
     def bound(op: Callable[..., Any], *static: str) -> Callable[..., Any]:
@@ -126,7 +126,7 @@ def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     absorbed_shards = bound(triton_decode_shards.decode_absorbed, "out_dtype")
     v_absorbed = bound(triton_decode_v_absorbed.decode_v_absorbed, "out_dtype")
 
-    # Results are N times as wide as a layer input, so their memory traffic matters.
+    # With N heads, results are N times as wide as a layer input, so their memory traffic matters.
     def decode_absorbed(q_absorbed: Array, call: DecodeCall) -> Array:
         op = absorbed if call.tensor is None else absorbed_shards
         return op(q_absorbed, call, out_dtype=q_absorbed.dtype)
@@ -183,8 +183,8 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
 
 
 def with_sharded_hidden(ops: KernelBackend) -> KernelBackend:
-    """Return the ops for layer inputs that are sharded over devices by feature. Ops that read layer inputs and do not
-    support such shards (`KernelBackend.takes_shards`) are replaced by XLA's; ops on keys and values stay."""
+    """Return the ops for layer inputs that are sharded over devices by feature. Ops that read layer inputs but do not
+    support such shards (`KernelBackend.takes_shards`) are replaced by XLA's; ops on keys and values are unchanged."""
 
     def prefill(q: Array, k: Array, v: Array, call: PrefillCall) -> Array:
         op = ops.prefill if call.hidden_prefixes is None else xla_prefill.prefill
@@ -229,7 +229,7 @@ def check_platform(name: str, platform: str) -> None:
     if platform not in _PLATFORMS.get(name, (platform,)):
         others = ", ".join(n for n in known_attention_ops() if platform in _PLATFORMS.get(n, (platform,)))
         raise ValueError(
-            f"attention implementation {name!r} runs on {_DEVICES[name]}, not on platform {platform!r}; there: {others}"
+            f"attention implementation {name!r} runs on {_DEVICES[name]}, not on platform {platform!r}; use one of {others}"
         )
 
 
@@ -242,7 +242,7 @@ def _maker(name: str) -> Callable[[str | None], KernelBackend]:
 
 @functools.cache
 def attention_ops(platform: str, name: str | None = None, chip: str | None = None) -> KernelBackend:
-    """Return the implementation called `name`, or the default of a JAX platform.
+    """Return the implementation called `name`, or the default for a JAX platform.
 
     Args:
         chip: chip that kernels are tiled for, one of `triton_tiles.CHIPS` or a TPU generation of

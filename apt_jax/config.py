@@ -1,4 +1,4 @@
-"""Frozen configuration objects: cache, scheduling, parallelism and the engine that joins them.
+"""Frozen configuration objects for the cache, scheduling and parallelism, combined in the configuration of an engine.
 
 Every option is declared once, as a field: type, default, bounds (`apt_jax.options.option`) and docstring. The field
 determines the check (whose message names the flag), the command-line flag (`serve.cli.flags`) and the help text.
@@ -37,7 +37,7 @@ def _require(condition: bool, message: str) -> None:
 def _require_seconds(name: str, value: float) -> None:
     try:
         positive = not math.isnan(value) and value > 0
-    except OverflowError:  # an integer of thousands of digits cannot be printed
+    except OverflowError:  # an integer with thousands of digits cannot be printed
         raise ConfigError(f"{name} is too large a number of seconds") from None
     _require(positive, f"{name}={value!r} must be a positive number of seconds")
 
@@ -50,7 +50,7 @@ class SLO:
     ttft_s: float = math.inf
     """Maximum time from arrival to the first token, in seconds."""
     tbt_s: float = math.inf
-    """Maximum gap between two consecutive tokens, in seconds."""
+    """Maximum 99th percentile of the gaps between consecutive tokens, in seconds."""
 
     def __post_init__(self) -> None:
         _require_seconds("slo ttft_s", self.ttft_s)
@@ -76,7 +76,8 @@ class CacheConfig:
     num_blocks_override: int | None = option(None, metavar="BLOCKS", low=2, rule="be at least 2, one K and one V block")
     """Number of cache blocks (default: derived from free memory). The reserved block 0 is not counted."""
     device_memory_utilization: float = option(0.9, metavar="SHARE", above=0, high=1)
-    """Share of the device memory left after loading the weights that the cache may use, in (0, 1]."""
+    """Share of device memory that the cache may use, relative to the memory left after the weights are loaded, in (0,
+    1]."""
     enable_prefix_caching: bool = option(True)
     """Share the cache of common prompt prefixes between requests (default: on)."""
     share_prefixes: bool = option(False, is_setting=True)
@@ -86,8 +87,8 @@ class CacheConfig:
     """Host memory for cached blocks that leave the device, in GiB; the cache of preempted requests and of prefixes is
     copied back from it instead of being recomputed (docs/design/host_tier.md; default: 0, none)."""
     prefix_cache_dir: str | None = option(None, metavar="DIR")
-    """Directory that keeps cached prefixes evicted from host memory, across restarts; it must have mode 0700 and no other
-    use, and needs --swap-space (docs/design/host_tier.md; default: none)."""
+    """Directory that keeps cached prefixes evicted from host memory, also across restarts; it must have mode 0700 and
+    be used for nothing else, and needs --swap-space (docs/design/host_tier.md; default: none)."""
     prefix_cache_size: float = option(16.0, metavar="GIB", above=0, high=1 << 20, is_setting=True)
     """Maximum total size of the files in --prefix-cache-dir, in GiB; the least recently used files are removed first
     (default: 16)."""
@@ -104,8 +105,8 @@ class CacheConfig:
         _require(self.prefix_cache_dir != "", "prefix_cache_dir must not be empty (--prefix-cache-dir)")
         _require(
             self.prefix_cache_dir is None or self.swap_space > 0,
-            f"prefix_cache_dir={self.prefix_cache_dir} is read and written through host memory; give some of it "
-            "(--swap-space GIB), or leave out --prefix-cache-dir",
+            f"prefix_cache_dir={self.prefix_cache_dir} is read and written through host memory; set "
+            "--swap-space GIB, or leave out --prefix-cache-dir",
         )
 
 
@@ -138,8 +139,8 @@ class SchedulerConfig:
     default_slo_class: SloClass = option("rt", rule="be 'rt' or 'be'", is_setting=True)
     """Default class of requests: rt (real time) or be (best effort)."""
     best_effort_last: bool = option(False, is_setting=True)
-    """Under every policy, run best-effort requests only with capacity that real-time requests leave (default: only with
-    --batch-dir; docs/policies.md)."""
+    """Under every policy, run best-effort requests only with capacity that real-time requests do not use (default: only
+    with --batch-dir; docs/policies.md)."""
     overlap: bool = True
     """Dispatch the next step before the tokens of the previous step are fetched."""
 
@@ -158,13 +159,13 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, flag=("--tensor-parallel-size", "-tp"), metavar="DEVICES", low=1, high=1024)
     """Number of devices that every layer is sharded over, counted over all hosts."""
     nnodes: int = option(1, metavar="HOSTS", low=1)
-    """Number of ranks (processes, usually one per host) that share the devices (docs/parallel.md)."""
+    """Number of ranks of the replica: processes, usually one per host (docs/parallel.md)."""
     node_rank: int = option(0, metavar="RANK")
     """Rank of this process; 0 schedules and serves."""
     master_addr: str = option("127.0.0.1", metavar="HOST")
     """Address of rank 0; connections to it are unencrypted, so use a private network."""
     master_port: int = option(
-        29501, metavar="PORT", low=1, high=65534, rule="lie in [1, 65535), and the next port be free too"
+        29501, metavar="PORT", low=1, high=65534, rule="lie in [1, 65535), and the next port must be free too"
     )
     """Port of rank 0; JAX also uses the next port."""
     join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", positive=True, is_setting=True)
@@ -194,7 +195,7 @@ class EngineConfig:
     format, a ``.gguf`` file, a hub id (``owner/model`` or ``owner/model@revision``), or with `load_format="dummy"` any
     known size (``opt-13b``)."""
     tokenizer: str | None = option(None, metavar="DIR")
-    """Directory with a tokenizer.json, or .gguf file (default: the model's)."""
+    """Directory with a tokenizer.json, or a .gguf file (default: the model's)."""
     chat_template: str | None = option(None, metavar="FILE")
     """File with the chat template in Jinja (default: the model's)."""
     dtype: DType = option("float32")
@@ -213,14 +214,14 @@ class EngineConfig:
     max_stop_strings: int = option(DEFAULT_MAX_STOP_STRINGS, metavar="N", low=1, high=256, is_setting=True)
     """Maximum number of stop strings of a request."""
     quantization: Quantization = option(
-        None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out for weights as they are"
+        None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out to keep weights as they are"
     )
     """Store weights as integers: int8 (1 byte per weight; needs the extra int8), or on one device gguf, which keeps
     Q4_0, Q4_1 and Q8_0 weights of a GGUF file as integers (0.56 to 1.06 bytes per weight); the cache keeps its dtype
     (default: no quantization; docs/models.md)."""
     lora_modules: Mapping[str, str] | None = None
-    """LoRA adapters that requests may select as their model: name to directory in PEFT format; all are loaded at start
-    (docs/lora.md; default: none)."""
+    """LoRA adapters that requests may select as their model, as a map from names to directories in PEFT format; all are
+    loaded at start (docs/lora.md; default: none)."""
     max_lora_rank: int = option(16, metavar="R", low=1, high=512)
     """Maximum rank of a LoRA adapter; adapters with a larger rank are rejected."""
     max_loras: int = option(16, metavar="ADAPTERS", low=1, high=256, is_setting=True)
@@ -259,7 +260,7 @@ class EngineConfig:
             is_name = isinstance(name, str) and _ADAPTER_NAME.fullmatch(name) is not None
             _require(
                 is_name,
-                f"lora_modules has the name {name!r:.80}, which must be 1 to 128 of [A-Za-z0-9._/:-] (--lora-modules)",
+                f"lora_modules has the name {name!r:.80}, which must be 1 to 128 characters of [A-Za-z0-9._/:-] (--lora-modules)",
             )
             _require(
                 isinstance(path, str) and bool(path),
@@ -267,11 +268,11 @@ class EngineConfig:
             )
             _require(
                 name not in (self.model, self.served_model_name, *self.served_model_aliases),
-                f"lora_modules has the name of the model, {name!r:.80}; give the adapter another (--lora-modules)",
+                f"lora_modules has the name of the model, {name!r:.80}; give the adapter another name (--lora-modules)",
             )
         _require(
             len(modules) <= self.max_loras,
-            f"lora_modules has {len(modules)} adapters, max_loras={self.max_loras} (--set max_loras)",
+            f"lora_modules has {len(modules)} adapters, more than max_loras={self.max_loras} (--set max_loras)",
         )
         _require(
             not modules or self.parallel.tensor_parallel_size == 1,

@@ -4,11 +4,11 @@
      +- ConfigError (ValueError)        a flag or configuration value; the message names the flag
      +- InvalidRequestError (ValueError)  a request that can never be served; `.field` names the input
      |   +- DuplicateRequestError       a live request already has the id
-     +- ModelLoadError (ValueError)     unknown model, damaged or mismatching checkpoint
-     +- UnknownRequestError (KeyError)  abort of an id that is not alive
+     +- ModelLoadError (ValueError)     unknown model, or a damaged or mismatched checkpoint
+     +- UnknownRequestError (KeyError)  no live request has the id
      +- QueueFullError                  admission limit reached; try again later
      +- EngineDeadError                 the engine stopped after a fatal error
-     +- HostError                       ranks of a replica do not connect, do not match, or one is gone
+     +- HostError                       ranks of a replica did not connect, do not match, or one was lost
 
 Ordinary outcomes inside the engine (no free block, nothing to schedule) are return values, not errors.
 """
@@ -26,16 +26,17 @@ class ConfigError(AptJaxError, ValueError):
 
 
 EXCLUDED = "excluded: "
-"""Prefix of the error of an output whose request has ruled out every token; the field and the reason follow."""
+"""Start of an output's error message if the request's own rules exclude every token; the field and the reason
+follow."""
 
 
 class InvalidRequestError(AptJaxError, ValueError):
     """A request is invalid and can never be served unchanged.
 
     Attributes:
-        field: name of the wrong input, as the user typed it (``"prompt"``, ``"temperature"``, ...).
+        field: name of the invalid input, as the user wrote it (``"prompt"``, ``"temperature"``, ...).
         code: machine-readable code such as ``"context_length_exceeded"`` or ``"duplicate_id"``; None: this kind of
-            mistake has no code.
+            error has no code.
     """
 
     def __init__(self, field: str, message: str, *, code: str | None = None) -> None:
@@ -64,10 +65,10 @@ class ModelLoadError(AptJaxError, ValueError):
 
 
 class HostError(AptJaxError):
-    """Ranks of one replica did not connect, do not match, or one of them is gone; restarting may help.
+    """The ranks of a replica did not connect or do not match, or one of them was lost; restarting may help.
 
-    Problems reported by another host are raised as this error and never as a `ConfigError`, after which a supervisor
-    would not restart the process.
+    Problems reported by another host are raised as this error and never as a `ConfigError`, because a supervisor does
+    not restart a process that exits with a `ConfigError`.
     """
 
 
@@ -97,7 +98,7 @@ class EngineDeadError(AptJaxError):
 
 
 def one_line(text: str) -> str:
-    """Return `text` on one line, escaped if needed: names and errors from outside may hold newlines and control
+    """Return `text` on one line, escaped if needed: names and errors from outside may contain newlines and control
     characters."""
     text = " ".join(text.split())
     return text if text.isprintable() else repr(text)

@@ -112,7 +112,7 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """Times and outcome of one request as its sender saw them. Every request sent needs a record, whatever its
+    """Times and outcome of one request, as seen by its sender. Every request sent needs a record, whatever its
     outcome."""
 
     arrival_s: float
@@ -257,7 +257,8 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
 
 
 class TokenRate:
-    """Tokens per second of step time over the last ten seconds, from counters that are read at irregular times.
+    """Number of tokens per second of step time over the last ten seconds, from counters that are read at irregular
+    times.
 
     Gateways divide the number of waiting tokens by this rate. Idle time does not count, because otherwise a server with
     little load would look slow.
@@ -267,7 +268,8 @@ class TokenRate:
         self._samples: collections.deque[tuple[float, int, float]] = collections.deque(maxlen=1024)
 
     def update(self, now_s: float, tokens: int, busy_s: float) -> float:
-        """Add a reading and return the rate since the oldest reading in the window; 0.0 if no step ran since."""
+        """Add a reading and return the rate since the oldest reading in the window; 0.0 if no step has run since
+        then."""
         samples = self._samples
         samples.append((now_s, tokens, busy_s))
         while len(samples) > 2 and samples[1][0] <= now_s - _RATE_WINDOW_S:

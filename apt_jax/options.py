@@ -39,7 +39,7 @@ class Option:
 
     @property
     def given_by(self) -> str:
-        """Flag or setting as error messages name it."""
+        """The flag or setting, as named in error messages."""
         return f"{SET_FLAG} {self.dest}" if self.is_setting else self.flags[-1]
 
     @property
@@ -67,11 +67,11 @@ class Option:
 
 
 SET_FLAG = "--set"
-"""Flag that sets options which are rarely changed."""
+"""Flag that sets the options without a flag of their own, which are rarely changed."""
 
 _OPTION = "option"
 _UNITS = {"GIB": " GiB", "SECONDS": " s"}
-"""Unit of a value in messages, by the option's placeholder in help texts."""
+"""Unit of a value in messages, keyed by the option's placeholder in help texts."""
 
 
 def _short(bound: float | None) -> str:
@@ -115,7 +115,7 @@ def option(
 
 @functools.cache
 def options_of(cls: type) -> dict[str, tuple[dataclasses.Field[Any], Option]]:
-    """Return the fields of a dataclass that are options, by name, with flags and keyword filled in."""
+    """Return the fields of a dataclass that are options, keyed by name, with flags and keyword filled in."""
     return {
         field.name: (
             field,
@@ -150,7 +150,7 @@ def check_options(config: Any) -> None:
     """Check choices and bounds of every option of a dataclass; called from `__post_init__`.
 
     Raises:
-        ConfigError: a value is not allowed; one line names the value, the rule and the flag.
+        ConfigError: a value is not allowed; the message is one line with the value, the rule and the flag.
     """
     cls = type(config)
     for name, (field, made) in options_of(cls).items():
@@ -170,8 +170,8 @@ def check_options(config: Any) -> None:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings of a dataclass's fields, by name: the string literal below each field, joined to one
-    line."""
+    """Return the docstrings of a dataclass's fields, keyed by name: the string literal below each field, joined into
+    one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {

@@ -1,4 +1,4 @@
-"""The types of a request on its way through the engine.
+"""The types that represent a request and its outputs at each stage.
 
 1. A front end collects raw user input and calls `apt_jax.validation.build_request`.
 2. This returns an `EngineRequest`: frozen, complete and validated. No other function creates them, and the engine loop
@@ -32,7 +32,7 @@ class StructuredOutputsParams:
     regex: str | None = None
     """Regular expression that the whole output matches, without look-around and backreferences."""
     choice: Sequence[str] | None = None
-    """The output is one of these texts."""
+    """The output is one of these strings."""
     grammar: str | None = None
     """Context-free grammar in llguidance's dialect of Lark (start rule ``start``) or in GBNF (start rule ``root``)."""
     json_object: bool | None = None
@@ -40,8 +40,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     """True: no whitespace between the tokens of the JSON; applies to `json` and `json_object`."""
     whitespace_pattern: str | None = None
-    """Regular expression of the whitespace allowed between JSON tokens, for `json` and `json_object`; None: whitespace
-    of common pretty-printers."""
+    """Regular expression of the whitespace allowed between JSON tokens, for `json` and `json_object`; None: the
+    whitespace that common pretty-printers write."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class SamplingParams:
     ends."""
 
     max_tokens: int = 16
-    """Maximum number of output tokens. None, as in vLLM: up to the maximum model length."""
+    """Maximum number of output tokens. None, as in vLLM: as many as the model's length and the cache allow."""
     temperature: float = 1.0
     """Sampling temperature; 0: greedy."""
     top_k: int = 0
@@ -63,14 +63,14 @@ class SamplingParams:
     """Random seed for sampling; each draw depends only on the seed and the token's position. None: the engine picks a
     seed."""
     repetition_penalty: float = 1.0
-    """Factor by which positive logits of tokens in prompt or output are divided and negative logits multiplied; 1:
-    off."""
+    """Factor for tokens that occur in the prompt or output: positive logits are divided by it, negative logits
+    multiplied; 1: off."""
     presence_penalty: float = 0.0
     """Amount subtracted once from the logit of every token that is in the output; 0: off."""
     frequency_penalty: float = 0.0
     """Amount subtracted from a token's logit for each occurrence in the output; 0: off."""
     logit_bias: Mapping[int, float] | None = None
-    """Amount added to a token's logit, by token id."""
+    """Amount added to a token's logit, keyed by token id."""
     min_tokens: int = 0
     """Minimum number of output tokens: until then neither EOS, stop tokens nor stop strings end the output."""
     stop: tuple[str, ...] = ()
@@ -84,9 +84,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the output text."""
     logprobs: int | None = None
-    """Return the log probabilities of each sampled token and of this number of most likely tokens."""
+    """Return the log probabilities of each sampled token and of this many most likely tokens."""
     prompt_logprobs: int | None = None
-    """Return the log probability of each prompt token after the first, and of this number of most likely tokens at its
+    """Return the log probability of each prompt token after the first, and of this many most likely tokens at its
     position."""
     pooling: Literal["mean", "last"] | None = None
     """Return a hidden state of the prompt after the final norm: the mean over its tokens or the last token's."""
@@ -112,13 +112,13 @@ class SamplingParams:
 
     @property
     def counts_tokens(self) -> bool:
-        """True if a penalty depends on the tokens of prompt or output."""
+        """True if a penalty depends on the tokens of the prompt or output."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class TokenConstraint(Protocol):
-    """State of a constraint: the tokens that one request may generate next, given its output so far. An exception ends
-    only the request concerned."""
+    """State of a constraint: the tokens that one request may generate next, given its output so far. An exception fails
+    only this request."""
 
     @property
     def ended(self) -> bool:
@@ -142,18 +142,19 @@ class Grammar(Protocol):
     """A compiled constraint on outputs; requests may share it."""
 
     def start(self) -> TokenConstraint:
-        """Return the constraint's state at the start of an output. Must be fast: the engine's thread calls it."""
+        """Return the constraint's state at the start of an output. Must be fast, because it runs in the engine
+        thread."""
         ...
 
 
 def engine_id(tenant: str | None, label: str) -> str:
-    """Return the engine's id of a tenant's request. Ids of different tenants never collide, because labels contain no
+    """Return the engine's id for a tenant's request. Ids of different tenants never collide, because labels contain no
     colon."""
     return label if tenant is None else f"{tenant}:{label}"
 
 
 def split_engine_id(request_id: str) -> tuple[str | None, str]:
-    """Return tenant and label of an engine's request id; tenant None: the request has no tenant."""
+    """Return the tenant and the label in an engine's request id; tenant None: the request has no tenant."""
     tenant, colon, label = request_id.rpartition(":")
     return (tenant if colon else None), label
 
@@ -178,20 +179,20 @@ class EngineRequest:
     grammar: Grammar | None = None
     """Constraint compiled from `params.structured_outputs`."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences of `params.bad_words`, each word with and without a preceding space."""
+    """Token sequences that `params.bad_words` forbid (`apt_jax.validation.sampling.bad_words_token_ids`)."""
     num_outputs: int = 1
     """Number of outputs that the call asks for per prompt (`n`)."""
     max_queue_s: float | None = None
-    """Maximum queueing time in seconds, after which the request is rejected; None: the server's. Values above the
-    server's have no effect."""
+    """Maximum queueing time in seconds, after which the request is rejected; None: the server's limit. Values above the
+    server's limit have no effect."""
     adapter: str | None = None
     """Name of the LoRA adapter; None: no adapter. Requests with different adapters share no cached prefixes, because
     the cache depends on the adapter."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests that have the same salt; None is a salt too."""
     tenant: str | None = None
-    """Tenant, derived from the API key and never from the request. Tenants share neither queue places nor ids, and
-    cached prefixes only with `CacheConfig.share_prefixes`."""
+    """Tenant, derived from the API key and never from the request. Tenants have separate ids and separate shares of the
+    queue, and share cached prefixes only with `CacheConfig.share_prefixes`."""
 
     @property
     def has_token_rules(self) -> bool:
@@ -270,7 +271,7 @@ class RequestMetrics:
 
     @property
     def tbt_attained(self) -> bool:
-        """True if the P99 gap is within the SLO, or there is only one token and so no gap."""
+        """True if the P99 gap is within the SLO, or the output has only one token and hence no gap."""
         return bool(self.token_times_s) and (self.tbt_s is None or self.tbt_s <= self.slo.tbt_s)
 
     @property
@@ -287,7 +288,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    """One entry per token: log probabilities, by id, of the sampled token and the most likely tokens."""
+    """One entry per token: the log probabilities of the sampled token and the most likely tokens, keyed by token id."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """Stop token or stop string that ended the output; None: another reason, such as EOS."""
@@ -306,7 +307,7 @@ class RequestOutput:
     error: str | None = None
     """Error message if the request ended with `finish_reason == "error"`."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token: log probabilities, by id, of the token and the most likely tokens at its position;
-    the first entry is None. None: not requested."""
+    """One entry per prompt token: the log probabilities of the token and the most likely tokens at its position, keyed
+    by token id; the first entry is None. None: not requested."""
     pooled: NDArray[np.float32] | None = None
     """Pooled hidden state of the prompt, (D,), not normalised; None: `SamplingParams.pooling` is not set."""

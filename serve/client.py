@@ -40,8 +40,8 @@ def address(target: str) -> str:
     """
     if target.startswith(HTTP_SCHEMES):
         raise ValueError(
-            f"{target!r:.80} is an HTTP address; this command speaks gRPC: give grpc://HOST:PORT, by default port 50051 "
-            "(`apt-jax serve` prints both)"
+            f"{target!r:.80} is an HTTP address, but this command uses gRPC: give grpc://HOST:PORT (default port: "
+            "50051; `apt-jax serve` prints both addresses)"
         )
     bare = target.removeprefix("grpc://")
     host, colon, port = bare.rpartition(":")
@@ -76,7 +76,7 @@ def make_request(
     deadline_ms: float | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """Make a request message; `sampling` holds fields of the message SamplingParams. None: the server's default.
+    """Return a `GenerateRequest` message; `sampling` has fields of its SamplingParams. None: the server's default.
 
     `structured_outputs` is a mapping of the fields of `apt_jax.StructuredOutputsParams`.
 
@@ -105,7 +105,7 @@ def make_request(
 
 
 class _Client:
-    """Base of both clients: makes the channel, its methods, and the arguments of calls.
+    """Base of both clients: opens the channel and makes the calls.
 
     Args:
         grpc_module: `grpc` or `grpc.aio`.
@@ -150,9 +150,9 @@ class _Client:
 
 
 def _method(channel: Any, name: str) -> Any:
-    """Return the stub of a method of AptServe, made from its descriptor.
+    """Return the stub of a method of AptServe, built from the method's descriptor.
 
-    A generated module would reject every grpcio that is older than the generator.
+    A generated `_pb2_grpc` module would reject every grpcio that is older than the generator.
     """
     method = _SERVICE.methods_by_name[name]
     kind = channel.unary_stream if method.server_streaming else channel.unary_unary
@@ -172,7 +172,7 @@ class AptClient(_Client):
 
     Args:
         target: ``grpc://HOST:PORT`` or ``HOST:PORT``.
-        api_key: API key that is sent with every call; None: no key.
+        api_key: API key to send with every call; None: no key.
         credentials: for a server with TLS, from `grpc.ssl_channel_credentials`; None: plaintext.
     """
 

@@ -4,16 +4,17 @@ Exception
 ├── CommandError          a command cannot continue
 ├── PortInUseError        the address cannot be bound
 └── errors of one call, mapped by `serve.http_api.errors` and `serve.grpc_api.errors`:
-    UnknownModelError, SlowReaderError, NoTokenizerError, ProfilerStateError, ProfileWriteError, RequestFailedError
+    UnknownModelError, SlowReaderError, NoTokenizerError, MissingKeyError, OperatorKeyError, ProfilerStateError,
+    ProfileWriteError, RequestFailedError
 """
 
 
 class CommandError(Exception):
-    """A command cannot continue; one line for the user. Exit code 1."""
+    """A command cannot continue. The message is one line for the user; the exit code is 1."""
 
 
 class PortInUseError(Exception):
-    """The address cannot be bound; one line that names the flag."""
+    """The address cannot be bound. The message is one line that names the flag."""
 
 
 class UnknownModelError(Exception):
@@ -21,11 +22,11 @@ class UnknownModelError(Exception):
 
 
 class SlowReaderError(Exception):
-    """The client has not read its stream for too long."""
+    """The client has not read from its stream for too long."""
 
 
 class NoTokenizerError(Exception):
-    """A client asks for the tokenizer of a model without one."""
+    """A client requests the tokenizer of a model that has no tokenizer."""
 
 
 class MissingKeyError(Exception):
@@ -33,15 +34,15 @@ class MissingKeyError(Exception):
 
 
 class OperatorKeyError(Exception):
-    """A call requires an operator's API key but has another key; one line that names the flag."""
+    """A call that requires an operator's API key has another key. The message is one line that names the flag."""
 
 
 class ProfilerStateError(Exception):
-    """A profile cannot start while one is running, or stop while no profile is running."""
+    """A profile cannot be started while another is running, or stopped while no profile is running."""
 
 
 class ProfileWriteError(Exception):
-    """A profile could not be written; one line with the directory and, if it is known, the reason."""
+    """A profile could not be written. The message is one line with the directory and, if known, the reason."""
 
 
 class RequestFailedError(Exception):
@@ -49,10 +50,10 @@ class RequestFailedError(Exception):
 
 
 def require_matplotlib(flag: str) -> None:
-    """Check that matplotlib is installed when a command begins, so that it does not fail at its end.
+    """Check that matplotlib is installed, so that a command fails at its start and not at its end.
 
     Args:
-        flag: flag that asks for a picture, such as ``--png``.
+        flag: flag that requests a plot, such as ``--png``.
 
     Raises:
         CommandError: matplotlib is not installed.

@@ -1,12 +1,12 @@
 """The life of a Generate call, the same for every protocol.
 
-1. `CallService.engine` rejects the call while the server starts or drains.
+1. `CallService.admit` rejects the call while the server starts, drains or is short of memory.
 2. The `Transport` reads the request and builds the engine's requests, in a thread if that may take long
    (`serve.preprocessing`).
 3. `run_generate` submits them to the engine, which decides when they run.
-4. The transport writes the output until every request has finished. A client that disconnects cancels them at once,
-   whether it streams or not.
-5. However the call ends, its `CallRecord` becomes a line of the log and, if tracing is on, a trace.
+4. The transport writes the output until every request has finished. If the client disconnects, its requests are
+   cancelled at once, whether they stream or not.
+5. However the call ends, its `CallRecord` becomes a log line and, if tracing is on, a trace.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from serve.observability.call_log import CallLog
 from serve.observability.call_record import CallRecord
 from serve.preprocessing import Preprocessing
 
-if TYPE_CHECKING:  # it needs the extra `otel`
+if TYPE_CHECKING:  # requires the extra `otel`
     from serve.observability.tracing import Tracer
 
 LONG_PROMPT_CHARS = 4096
-"""Number of characters above which a prompt is tokenized in a thread, so that the event loop stays responsive."""
+"""Number of characters above which a prompt is tokenized in a thread, to keep the event loop responsive."""
 
 
 class EngineCall(NamedTuple):
@@ -41,7 +41,7 @@ class EngineCall(NamedTuple):
     call_id: str
     requests: Sequence[EngineRequest]
     deadline_s: float | None
-    """Time on the engine's clock, in seconds, at which the requests are ended; None: no deadline."""
+    """Time on the engine's clock, in seconds, after which unfinished requests are ended; None: no deadline."""
 
 
 class Transport(Protocol):
@@ -70,11 +70,11 @@ class Transport(Protocol):
         ...
 
     def disconnect_reason(self, error: Exception) -> str | None:
-        """Return the reason to log if the client has disconnected when `error` ended the call, else None."""
+        """Return the reason to log if the client had disconnected when `error` ended the call, else None."""
         ...
 
     async def fail(self, error: Exception) -> None:
-        """Send an error in the protocol's form, and store it in the record."""
+        """Send an error in the protocol's format, and store it in the record."""
         ...
 
     def close(self) -> None:
@@ -87,10 +87,10 @@ class CallService:
 
     Args:
         logger: logger of the protocol.
-        tracer: receives ended calls; None: no traces.
-        work: threads and budgets shared with other protocols; None: separate ones.
+        tracer: traces ended calls; None: no traces.
+        work: preprocessing threads and budgets, shared with other protocols; None: this service has its own.
         memory: rejects calls while memory is short; None: no limit.
-        starting: returns the progress of the start while there is no engine.
+        starting: returns the server's startup progress while there is no engine.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CallService:
         starting: Callable[[], StartStatus | None] = lambda: None,
     ) -> None:
         self.work = Preprocessing() if work is None else work
-        """Threads and budgets for work before the engine."""
+        """Threads and budgets for preprocessing."""
         self.log = CallLog(logger)
         """Log with one line for each call that has ended."""
         self.num_open = 0
@@ -115,7 +115,7 @@ class CallService:
         self._serving_since_s = 0.0
 
     def attach_engine(self, engine: AsyncEngine) -> None:
-        """Serve with this warm engine from now on."""
+        """Serve calls with this engine from now on; it must be ready to run requests."""
         if engine.parts.tokenizer is not None:
             engine.parts.tokenizer.use_child_for_long_texts()
         self.attached, self._serving_since_s = engine, time.monotonic()
@@ -211,10 +211,10 @@ async def run_generate(transport: Transport, service: CallService) -> None:
 
 
 def require_served_model(parts: EngineComponents, name: str) -> None:
-    """Check that a call names the model of this server, or one of its LoRA adapters.
+    """Check that `name` is the model of this server or one of its LoRA adapters.
 
     Raises:
-        UnknownModelError: `name` is another model.
+        UnknownModelError: `name` is neither.
     """
     if name not in (*parts.model_names, parts.config.model, *parts.limits.adapters):
         names = " and ".join(repr(known) for known in parts.model_names)
@@ -222,7 +222,7 @@ def require_served_model(parts: EngineComponents, name: str) -> None:
 
 
 def _failure(error: str | None) -> Exception:
-    """Return the exception for an output that ended with this error text of the engine."""
+    """Return the exception for an output that ended with this error text from the engine."""
     if error is not None and error.startswith(EXCLUDED):
         field, _, message = error.removeprefix(EXCLUDED).partition(": ")
         return InvalidRequestError(field, message, code="no_token_left")

@@ -1,6 +1,7 @@
 """A soft memory limit: new calls are rejected while the process uses most of its available memory.
 
-Without it the system would kill the process, which ends every stream. Memory use is read at most five times per second.
+Without the limit, the system could kill the process and thereby end every stream. Memory use is read at most five times
+per second.
 """
 
 import logging
@@ -23,8 +24,8 @@ class MemoryGate:
 
     Args:
         total_bytes: memory that the process may use; None: no call is rejected.
-        share: share of `total_bytes` above which calls are rejected. If the loaded model already uses more, the limit
-            is halfway between its use and `total_bytes`.
+        share: share of `total_bytes` above which calls are rejected. If the process already uses more once the
+            model is loaded, the limit is halfway between that use and `total_bytes`.
         used_bytes: returns the memory that the process uses, in bytes; None: its resident memory.
         clock: returns the time in seconds.
     """
@@ -46,7 +47,7 @@ class MemoryGate:
         self._read_s = self._logged_s = -_LOG_PERIOD_S
 
     def model_loaded(self) -> None:
-        """Set the limit from the current memory use."""
+        """Set the limit from the current memory use; call this once the model is loaded."""
         if self._total_bytes is not None:
             used = self._used_bytes()
             soft = int(self._total_bytes * self._share)
@@ -86,7 +87,7 @@ def resident_bytes() -> int:
 
 
 def cgroup_limit_bytes(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the lowest memory limit of this process's control group and its parents, in bytes; None: no limit."""
+    """Return the lowest memory limit among this process's control group and its parents, in bytes; None: no limit."""
     limits = []
     try:
         lines = of.read_text().splitlines()

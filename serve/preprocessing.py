@@ -1,13 +1,13 @@
-"""Work on calls before the engine gets them: reading bodies, parsing, tokenizing, compiling constraints.
+"""Work on calls before they reach the engine: reading bodies, parsing, tokenizing, compiling constraints.
 
 One `Preprocessing` serves all protocols of a server. No call may hold up the calls of another owner:
 
-* Work runs in few threads (`FairQueue`). Each waiting call has an owner: the owner of its API key, or the client's
+* Work runs in a few threads (`FairQueue`). Each waiting call has an owner: the owner of its API key, or the client's
   address if the server has no keys. Owners take turns, each has a bounded share of the queue, and a call whose client
   has disconnected leaves the queue at once.
-* Long texts have a separate thread, and are tokenized in a child process (`apt_jax.text.long_texts`).
+* Long texts are handled in a separate thread, and tokenized in a child process (`apt_jax.text.long_texts`).
 * Constraints that have been compiled before never wait; new constraints are compiled one at a time.
-* All bodies that are being read or processed share one memory budget (`BodyBudget`), of which an owner can take half.
+* All bodies that are being read or processed share one memory budget (`BodyBudget`); an owner can take at most half.
 * Memory freed by a large call is returned to the system.
 """
 
@@ -25,9 +25,9 @@ from apt_jax.structured.compiler import PendingGrammar
 from apt_jax.utils.memory import give_back_memory
 
 LONG_BYTES = 64 << 10
-"""Size in bytes above which calls run in the thread for long texts: they take tens of milliseconds to minutes."""
+"""Size in bytes above which a text counts as long: handling it takes tens of milliseconds to minutes."""
 _FREE_BYTES = 16 << 10
-"""Number of bytes of each body that are not counted, so that small calls are served when the budget is used up."""
+"""Number of bytes of each body that do not count, so that small calls are served even when the budget is used up."""
 _TRIM_DELAY_S = 1.0
 
 Owner = Hashable
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreprocessingLimits:
-    """Bounds of the work before the engine."""
+    """Limits on preprocessing."""
 
     body_memory_bytes: int = 64 << 20
-    """Memory budget in bytes for bodies that are being read or processed; the first 16 KiB of each do not count."""
+    """Memory budget in bytes for bodies that are being read or processed; the first 16 KiB of each are not counted."""
     max_waiting: int = 2048
     """Maximum number of calls that wait for a thread, over all owners."""
     max_waiting_per_owner: int = 1024
@@ -50,7 +50,7 @@ class PreprocessingLimits:
     """Maximum number of calls that wait for the compilation of a new constraint, over all owners."""
     max_waiting_grammars_per_owner: int = 128
     grammar_wait_s: float = 10.0
-    """Maximum wait for the compilation of a constraint to begin, in seconds."""
+    """Maximum time in seconds that a call waits for the compilation of its constraint to start."""
 
 
 class FairQueue:
@@ -70,14 +70,14 @@ class FairQueue:
         self._max_waiting, self._max_per_owner, self._full = max_waiting, max_waiting_per_owner, full
         self._waiting: collections.OrderedDict[Owner, collections.deque[asyncio.Future[None]]]
         self._waiting = collections.OrderedDict()
-        """Waiting jobs by owner; the owner whose turn is next comes first. No owner has an empty queue."""
+        """Waiting jobs of each owner, the owner whose turn is next first. Owners without waiting jobs are removed."""
         self.num_waiting = 0
 
     async def run(self, function: Callable[[], T], owner: Owner, *, wait_s: float | None = None) -> T:
         """Call `function` in a thread when it is this owner's turn.
 
-        A caller that is cancelled leaves the queue. A function that has begun continues, and occupies its thread until
-        it returns.
+        If the caller is cancelled, its job leaves the queue. A function that has already started continues and
+        occupies its thread until it returns.
 
         Args:
             function: function to call.
@@ -106,7 +106,7 @@ class FairQueue:
         return await asyncio.wrap_future(job)
 
     def start(self, function: Callable[[], object]) -> None:
-        """Call `function` in a thread later, without an owner; for work of the server itself."""
+        """Schedule `function` in a thread without waiting for a turn; for the server's own work."""
         with contextlib.suppress(RuntimeError):  # closed
             self._threads.submit(function)
 
@@ -159,7 +159,7 @@ class BodyBudget:
     """Memory budget for bodies that are being read or processed. Used from one event loop only.
 
     Args:
-        max_bytes: size of the budget in bytes; an owner can take half of it.
+        max_bytes: size of the budget in bytes; an owner can take at most half of it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -185,7 +185,7 @@ class BodyBudget:
         most = self.max_bytes
         if self.used_bytes + num_bytes > most or self._by_owner[owner] + num_bytes > most // 2:
             raise QueueFullError(
-                f"the requests that are being read fill the memory for them ({most >> 20} MiB); send this request again later",
+                f"request bodies fill their memory budget ({most >> 20} MiB, half of it per client); send this request again later",
                 1.0,
             )
         self._add(owner, num_bytes)
@@ -219,10 +219,10 @@ class BodyLease:
 
 
 class Preprocessing:
-    """Queues and budgets of a server. Used from one event loop only.
+    """Preprocessing queues and budgets of a server. Used from one event loop only.
 
     Args:
-        limits: bounds of the queues and the budget; None: the defaults.
+        limits: limits on the queues and the budget; None: the defaults.
     """
 
     def __init__(self, limits: PreprocessingLimits | None = None) -> None:
@@ -241,12 +241,12 @@ class Preprocessing:
         self._grammars = FairQueue(
             "apt-jax-grammars", 1,
             max_waiting=limits.max_waiting_grammars, max_waiting_per_owner=limits.max_waiting_grammars_per_owner,
-            full="too many new constraints are being tried (structured_outputs); send fewer at once",
+            full="too many new constraints are being compiled (structured_outputs); send fewer at once",
         )  # fmt: skip
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[[], T], owner: Owner, *, num_bytes: int) -> T:
-        """Call `function` in the thread for work on `num_bytes` of text.
+        """Call `function` in a thread for short or for long texts, depending on `num_bytes`.
 
         Raises:
             QueueFullError: too many calls are waiting.
@@ -259,7 +259,7 @@ class Preprocessing:
             self._trim_later()
 
     async def compile_grammars(self, requests: Sequence[EngineRequest], owner: Owner) -> list[EngineRequest]:
-        """Return the requests with their constraints compiled. Known constraints do not wait.
+        """Return the requests with compiled constraints. Constraints that have been compiled before do not wait.
 
         Raises:
             InvalidRequestError: a constraint cannot be used.

@@ -2,7 +2,7 @@
 
 1. `serve` binds all ports, then loads the model in a thread.
 2. It serves over one `AsyncEngine` until a signal or the engine's failure.
-3. The first signal drains; the second signal stops the server at once.
+3. The first signal drains the server; a second signal stops it at once.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _OTHER_FILES = 32
 ENGINE_LOST = 1
 """Exit code if the engine has stopped by itself."""
 
-_COMPUTE_NICE = 5  # a third of their former share of the CPU
+_COMPUTE_NICE = 5  # reduces their share of the CPU to a third
 
 
 async def serve(
@@ -60,20 +60,20 @@ async def serve(
     hosts: "WorkerRanks | None" = None,
     on_busy: Callable[[], object] = lambda: None,
 ) -> int | None:
-    """Serve until a signal or the engine's failure; returns the exit code, None if stopped before it served.
+    """Serve until a signal or the engine's failure. Returns the exit code; None: stopped while the model was loading.
 
     Args:
         config: configuration of the engine.
         server_config: configuration of the gRPC server.
         http_config: configuration of the HTTP server; None: no HTTP.
         shutdown_timeout_s: seconds for in-flight requests to finish after the first signal.
-        build: makes the engine; called in a thread.
+        build: builds the engine; called in a thread.
         reload: called at SIGHUP.
         step_timeout_s, decision_log: see `AsyncEngine`.
-        find: looks for the model before anything is printed; called in the same thread as `build`.
+        find: checks that the model exists, before anything is printed; called in the same thread as `build`.
         log_format: format of the status lines on standard output.
         hosts: the other ranks of the replica; None: no other ranks.
-        on_busy: called at the end if a thread is still compiling: the process must exit with `os._exit`.
+        on_busy: called at the end if a thread is still compiling; the process must then exit with `os._exit`.
 
     Raises:
         CommandError: a port is in use.
@@ -114,7 +114,7 @@ async def serve(
             hosts.tell_engine(engine)
         await server.serve(engine, metrics)
         calibrated = (
-            f"calibrated in {parts.calibration_s:.1f} s" if parts.calibration_s else "calibration later or stored"
+            f"calibrated in {parts.calibration_s:.1f} s" if parts.calibration_s else "calibration stored or deferred"
         )
         say(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, programs prepared in {parts.warm_up_s:.1f} s, "
@@ -156,7 +156,7 @@ async def serve(
 
 
 class ServerGroup:
-    """The gRPC server, and the HTTP server if there is one, over one engine."""
+    """The gRPC server and the HTTP server, if there is one; both use one engine."""
 
     def __init__(self, grpc_config: ServerConfig, http_config: HttpConfig | None) -> None:
         work = Preprocessing(grpc_config.preprocessing)
@@ -204,7 +204,7 @@ class WorkerRanks:
     """The other ranks of the replica, once they have joined; there are none on a single host.
 
     Attributes:
-        on_drain: called in a thread when another rank got a termination signal.
+        on_drain: called in a thread when another rank has received a termination signal.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class WorkerRanks:
 
         def fail(reason: str) -> None:
             logger.critical("%s", reason)
-            engine.fail("another host of this replica is gone")
+            engine.fail("another host of this replica was lost")
 
         if self._leader is not None:
             self._leader.on_lost = fail
@@ -265,11 +265,11 @@ def find_model(config: EngineConfig) -> None:
 
 
 def _lower_compute_thread_priority(others: set[int]) -> None:
-    """Let threads that serve calls run before the model's threads, which take every core of a CPU.
+    """Give the model's compute threads, which use every CPU core, a lower priority than threads that serve calls.
 
     Args:
-        others: ids of native threads that existed before the model. They keep their priority, as do all Python threads,
-            which wait for each other on the interpreter's lock.
+        others: ids of native threads that existed before the model. They keep their priority, and so do all Python
+            threads, because they wait for each other to release the GIL.
     """
     import jax
 
@@ -277,13 +277,13 @@ def _lower_compute_thread_priority(others: set[int]) -> None:
         return
     python = {thread.native_id for thread in threading.enumerate()}
     for task in thread_ids() - others - python:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has exited
             nice = os.getpriority(os.PRIO_PROCESS, task)
             os.setpriority(os.PRIO_PROCESS, task, min(nice + _COMPUTE_NICE, 19))
 
 
 def thread_ids() -> set[int]:
-    """Return the ids of this process's threads; empty on systems without a priority per thread."""
+    """Return the ids of this process's threads; empty on systems without /proc/self/task."""
     try:
         return {int(task) for task in os.listdir("/proc/self/task")}
     except OSError:
@@ -291,7 +291,7 @@ def thread_ids() -> set[int]:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files and return it: each connection is an open file, and the usual limit is 1,024."""
+    """Raise the limit on open files and return it; each connection is an open file, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -302,10 +302,10 @@ def raise_file_limit() -> int:
 
 
 def grpc_connections(wanted: int, http: int, limit: int) -> int:
-    """Return the maximum number of open gRPC connections: `wanted`, or fewer if the limit of open files is low.
+    """Return the maximum number of open gRPC connections: `wanted`, or fewer if the limit on open files is low.
 
-    HTTP stays within the number of files that can still be opened (`serve.http_api.acceptor`). gRPC cannot, and would
-    take them all.
+    The HTTP server stays within the number of files that can still be opened (`serve.http_api.acceptor`). The gRPC
+    server cannot, and would use them all.
 
     Args:
         wanted: configured maximum number of gRPC connections.
@@ -316,7 +316,7 @@ def grpc_connections(wanted: int, http: int, limit: int) -> int:
         return wanted
     some = min(wanted, max(4, (limit - _OTHER_FILES) // 4))
     logger.warning(
-        "%d open files are too few for %d HTTP and %d gRPC connections: gRPC gets %d, HTTP the rest; raise 'ulimit -n' (the hard limit)",
+        "the limit of %d open files is too low for %d HTTP and %d gRPC connections: gRPC gets %d, HTTP the rest; raise 'ulimit -n' (the hard limit)",
         limit,
         http,
         wanted,

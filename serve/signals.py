@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Signals:
-    """Turns SIGTERM and SIGINT into events, and SIGHUP into a call of `reload`."""
+    """Sets events on the first and second SIGTERM or SIGINT, and calls `reload` on SIGHUP."""
 
     def __init__(self, reload: Callable[[], None]) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()

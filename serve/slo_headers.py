@@ -1,4 +1,4 @@
-"""SLOs and queueing times in HTTP headers or gRPC metadata, under the names that routers use."""
+"""Reads SLOs and queueing time limits from the HTTP headers or gRPC metadata that routers use."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,16 +10,16 @@ TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TBT_KEYS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TIER_KEY = "service_tier"
 QUEUE_TTL_KEY = "x-llm-d-inference-ttl"
-"""Header with the maximum time in the queue, a duration in Go's format."""
+"""Header with the maximum time in the queue, as a duration in Go's format."""
 
 TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
 """SLO class of each service tier of OpenAI; None: the server's default class."""
 TIER_OF_CLASS = {"rt": "priority", "be": "flex"}
-"""Service tier that asks for a class, by SLO class."""
+"""Service tier that selects each SLO class."""
 USED_TIERS = ("default", "flex", "priority")
 """Service tiers that responses may name."""
 DECIMAL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,12})?"
-"""Pattern of milliseconds in headers."""
+"""Pattern of header values in milliseconds."""
 _DECIMAL = re.compile(DECIMAL_PATTERN)
 
 DURATION_PATTERN = r"([0-9]{1,9}(\.[0-9]{1,9})?(ns|us|µs|ms|s|m|h)){1,6}"
@@ -83,7 +83,7 @@ def class_of_tier(tier: object) -> str | None:
 
 
 def used_tier(slo_class: str, asked: object) -> str:
-    """Return the service tier that a request is served in: `flex` for best effort, `priority` if `asked` for, else
+    """Return the service tier of a served request: `flex` for best effort, `priority` if `asked` is that tier, else
     `default`."""
     if slo_class == "be":
         return "flex"

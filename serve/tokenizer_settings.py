@@ -1,7 +1,7 @@
-"""Settings of a server's tokenizer in the form of tokenizer_config.json: special tokens, chat template and others.
+"""Settings of a server's tokenizer in the format of tokenizer_config.json: special tokens, chat template and others.
 
-They are made from the loaded tokenizer and template, so they describe the running server for every file format (GGUF,
-vocab.json) and all flags (``--tokenizer``, ``--chat-template``).
+They come from the loaded tokenizer and template, so they match the running server for every file format (GGUF,
+vocab.json) and with all flags (``--tokenizer``, ``--chat-template``).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def _stored(tokenizer: Tokenizer) -> dict[str, Any]:
         return {}
     if path.is_dir():
         settings = tokenizer_config(path)
-        settings.pop("auto_map", None)  # names code, which must not be run
+        settings.pop("auto_map", None)  # names code that must not be run
         return settings
     from apt_jax.models.loading.gguf.file import GgufFile
     from apt_jax.models.loading.gguf.tokenizer import gguf_special_tokens

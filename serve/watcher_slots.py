@@ -1,4 +1,4 @@
-"""Limits on the number of clients that watch the scheduler: each takes time of the engine's thread per iteration."""
+"""Limits on the number of clients that watch the scheduler, because each costs engine time in every iteration."""
 
 import collections
 
@@ -16,7 +16,7 @@ class WatcherSlots:
     Args:
         what: noun for the watchers in error messages.
         total: number of slots.
-        of_tenant: maximum number of slots of one tenant, and the number reserved for operators.
+        of_tenant: maximum number of slots per tenant; the same number is reserved for operators.
     """
 
     def __init__(self, what: str, total: int = MAX_WATCHERS, of_tenant: int = MAX_OF_TENANT) -> None:
@@ -38,4 +38,4 @@ class WatcherSlots:
 
     def free(self, caller: Caller) -> None:
         self._taken[caller] -= 1
-        self._taken += collections.Counter()  # drops entries of zero
+        self._taken += collections.Counter()  # drops zero counts

@@ -15,7 +15,7 @@ NO_OWNER = -1
 class CacheIntegrityError(AssertionError):
     """The accounting is inconsistent: if the engine continued, a request could read another request's memory.
 
-    It is raised without `assert`, so that the checks also run under ``python -O``.
+    It is raised without an `assert` statement, so the checks also run under ``python -O``.
     """
 
 
@@ -26,9 +26,9 @@ def require(condition: object, message: str) -> None:
 
 
 class BlockPool:
-    """Pool of block ids [1, num_blocks]: a stack of the free ids, and a bitmap of the same ids.
+    """Pool of block ids in [1, num_blocks]: a stack of the free ids, and a bitmap that marks them.
 
-    The block freed last is reused first; the bitmap detects blocks that are freed twice.
+    The block freed last is reused first; the bitmap detects double frees.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -79,7 +79,7 @@ class BlockPool:
         require(ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks, f"freed ids outside [1, {self.num_blocks}]")
         require(not self._is_free[ids].any(), "a block was freed twice")
         require(np.unique(ids).size == num, "one call frees a block twice")
-        require(self._num_free + num <= self.num_blocks, "more blocks freed than there are")
+        require(self._num_free + num <= self.num_blocks, "more blocks were freed than the pool has")
         self._stack[self._num_free : self._num_free + num] = ids
         self._is_free[ids] = True
         self._num_free += num

@@ -1,6 +1,6 @@
-"""Groups of blocks of one pool: their holders, their registration as prefixes, and idle groups.
+"""Groups of blocks in one pool: their holders, their registration as cached prefixes, and idle groups.
 
-A group is identified by its first block, the K or the X block. With prefix caching groups are shared: a full group with
+A group is identified by its first block, its K or X block. With prefix caching, groups are shared: a full group with
 valid contents is registered in the `PrefixTree`, where later requests with the same tokens find it:
 
     free ── reserve ──► held by one ── register ──► registered, held by n ── last release ──► idle ── attach ──► held
@@ -9,10 +9,10 @@ valid contents is registered in the `PrefixTree`, where later requests with the 
 
 * Idle groups count as free: empty blocks are handed out first, then idle groups are evicted.
 * A request that holds a registered group also holds all groups before it in the prefix. A new group whose tokens are
-  already registered is replaced by the registered group, so this holds even if requests compute the same prefix at the
-  same time.
-* A group with two or more holders is charged to none of them: a request is charged only for groups without another
-  holder, the least that becomes free when it ends. Charged, shared and free blocks add up to the pool.
+  already registered is replaced by the registered group, so this is true even if requests compute the same prefix at
+  the same time.
+* A group with two or more holders is charged to none of them: a request is charged only for groups that no other
+  request holds, which are certain to become free when it ends. Charged, shared and free blocks add up to the pool.
 
 With a `HostTier`, an evicted idle group is saved to host memory and stays registered; `share` loads it into new blocks.
 
@@ -53,16 +53,17 @@ class GroupPool:
         blocks_per_group: number of blocks of a group, by kind.
         prefixes: registered and idle groups.
         tracker: prefix hits of waiting requests; None: not tracked.
-        tier: groups in host memory; None: there is no tier of host memory.
+        tier: groups in host memory; None: no blocks of host memory are used.
         num_refs: number of requests that hold the group.
-        generation: number of times that the block was allocated as a first block; distinguishes successive uses.
+        generation: number of times that the block was allocated as a first block; distinguishes successive uses of the
+            block.
         second: V block of the group; `NULL_BLOCK` for the hidden kind.
         slot_sum: sum of the slots that hold the group; equals the slot if there is only one holder.
         is_expected: True: a step in flight fills the group, which may be registered afterwards.
-        num_private: number of groups without another holder, by slot.
-        ownership_changed: True: `num_private` of a slot has changed for a reason other than its own allocations.
+        num_private: number of groups that no other slot holds, by slot.
+        ownership_changed: True: `num_private` of a slot has changed for a reason other than the slot's own allocations.
         in_use: number of groups with a holder, by kind.
-        placement: receives new groups; None: each group is filled from the left by one request at a time.
+        placement: is notified of new groups; None: each group is filled from the left by one request at a time.
         num_idle_blocks: number of blocks of idle groups.
     """
 
@@ -108,7 +109,7 @@ class GroupPool:
         seconds: int | NDArray[np.int32],
         slots: int | NDArray[np.int32],
     ) -> None:
-        """Set the only holder of newly allocated groups; the caller updates `in_use` and `num_private`."""
+        """Record the only holder of newly allocated groups; the caller updates `in_use` and `num_private`."""
         self.num_refs[firsts] = 1
         self.generation[firsts] += 1
         self.slot_sum[firsts] = slots
@@ -117,7 +118,8 @@ class GroupPool:
             self.placement.note_new(firsts, slots)
 
     def release(self, ids: NDArray[np.int32], slot: int, kind: int, *, is_read: bool = False) -> None:
-        """Drop a slot's references; registered and expected groups without another holder become idle, others free.
+        """Drop a slot's references; groups without another holder become idle if registered or expected, and are freed
+        otherwise.
 
         Args:
             ids: (halves, groups) blocks of all groups that the slot holds; the caller updates `num_private`.
@@ -300,7 +302,7 @@ class GroupPool:
             if node is None:
                 node = prefixes.add(parent, digests[at], first)
                 new.append(node)
-            elif node.block == NULL_BLOCK:  # it was computed again
+            elif node.block == NULL_BLOCK:  # only in host memory, and computed again
                 self._return_to_device(node, first)
             elif node.block != first:
                 if holder is not None:
@@ -360,8 +362,8 @@ class GroupPool:
             self._discard(first)
 
     def _return_to_device(self, node: Node, first: int) -> None:
-        """Record that a group in host memory is also on the device, after it was computed again in held or idle
-        blocks."""
+        """Record that a group in host memory is now also on the device because a request computed it again; its device
+        blocks are held or idle."""
         self.prefixes.place(node, first)
         if self.tier is not None:
             self.tier.note_place(node)
@@ -369,9 +371,10 @@ class GroupPool:
             self.tracker.used(node)
 
     def _deduplicate(self, slot: int, column: NDArray[np.int32], node: Node) -> None:
-        """Replace a group of a slot by the registered group with the same tokens, and free the replaced group.
+        """Replace a slot's group by the registered group with the same tokens, and free the replaced group.
 
-        A step in flight may still read the replaced group; its next holder writes to it only in a later step.
+        A step in flight may still read the replaced group; the next holder of its blocks writes to them only in a later
+        step.
 
         Args:
             slot: slot whose group is replaced.
@@ -433,7 +436,8 @@ class GroupPool:
     # --- disk --------------------------------------------------------------------------------------------------------
 
     def place_in_host(self, parent: Node, digest: bytes, *, is_downward: bool) -> Node | None:
-        """Return a new node for a group read from disk, with blocks of host memory; None: too few can be freed."""
+        """Register a group read from disk, allocate host blocks for it, and return its node; None: too few blocks can
+        be freed."""
         tier = self.tier
         assert tier is not None
         node = Node(parent.kind, digest, parent, NULL_BLOCK)
@@ -452,7 +456,7 @@ class GroupPool:
         """Write all registered groups to disk, most recently used first. No group may be held.
 
         Args:
-            save: copies blocks to host memory; takes the same array as `StepBatch.saves`.
+            save: copies blocks to host memory; takes an array like `StepBatch.saves`.
             goes_on: called after every few groups; waits until they have been written, and returns False to stop.
         """
         tier = self.tier
@@ -464,7 +468,7 @@ class GroupPool:
         for at in range(0, len(nodes), _WRITTEN_AT_ONCE):
             part = nodes[at : at + _WRITTEN_AT_ONCE]
             for node in part:
-                # It may have been dropped to save earlier groups.
+                # It may have been dropped to free host memory for earlier groups.
                 if not node.host and self.prefixes.find(node.kind, node.digest) is node:
                     self._offload(tier, node)
             saves = tier.take_transfers()[0]
@@ -475,7 +479,8 @@ class GroupPool:
                 return
 
     def lend_host(self, num: int) -> NDArray[np.int32] | None:
-        """Lend `num` blocks of host memory for data other than groups, dropping groups if needed; None: too few."""
+        """Lend `num` blocks of host memory for data other than groups, dropping groups if needed; None: too few blocks
+        can be freed."""
         tier = self.tier
         assert tier is not None
         while (ids := tier.pool.allocate(num)) is None:

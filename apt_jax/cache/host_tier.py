@@ -1,15 +1,15 @@
 """The second tier of the cache: copies of registered groups in host memory, and the transfers of a step.
 
 Groups without a holder stay on the device until their blocks are needed: then `GroupPool` evicts and *saves* a group,
-and its node stays in the tree. A request that finds it gets new blocks, into which the group is *loaded*. The copy in
-host memory is kept as long as there is space, so that the group need not be saved again. Preempted requests are
+and its node stays in the tree. A request that finds the node gets new blocks, into which the group is *loaded*. The
+copy in host memory is kept as long as there is space, so the group need not be saved again. Preempted requests are
 restored in this way, and prefixes are kept longer than the device pool alone would allow.
 
     held ── last release ──► idle ── evicted: saved ──► only in host memory
       ▲                                                    │
       └───────── found: loaded into new blocks ◄───────────┘          dropped from there: removed from the tree
 
-This module copies no data. It collects the transfers of a step while the step is built; the `StepBatch` takes them.
+This module copies no data. It collects the transfers of the step being built, which become part of its `StepBatch`.
 
 Groups dropped from host memory are written to disk, if there is a disk tier (`apt_jax.engine.disk_reads` reads them).
 
@@ -17,8 +17,8 @@ If host memory is full, groups are dropped one at a time, in this order:
 
 1. copies of groups that are also on the device;
 2. groups that no waiting request would use, least recently used first, later groups of a prefix before earlier groups;
-3. groups that waiting best-effort requests would use, then groups that waiting real-time requests would use; among
-   these, groups of the request with the most time left first.
+3. only to make space for a group that a waiting request would use: groups of waiting best-effort requests, then groups
+   of waiting real-time requests; within each class, groups of the request with the most time left first.
 """
 
 import collections
@@ -59,7 +59,7 @@ class HostTier:
         saves: device blocks of the groups that the step saves.
         loads: device blocks of the groups that the step loads.
         kept: groups in `loads` that the step reads although no request holds them.
-        disk: store for groups dropped from host memory; None: they are lost.
+        disk: store for groups dropped from host memory; None: dropped groups are lost.
         num_saved_blocks, num_loaded_blocks: number of blocks moved in all steps so far.
         num_lent: number of blocks lent for checkpointed slots of requests (`LentBlocks`).
     """
@@ -81,7 +81,7 @@ class HostTier:
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def save(self, node: Node, blocks: tuple[int, ...]) -> bool:
-        """Add a group that is about to leave the device to the saves of the step, unless it has a copy.
+        """Add a group that is about to leave the device to the saves of the step, unless host memory has a copy.
 
         Args:
             node: the group.
@@ -105,11 +105,12 @@ class HostTier:
         self.note_place(node)
 
     def load_copy(self, node: Node, blocks: Sequence[int]) -> None:
-        """Add a load to the step that copies a group into `blocks`, which a request will write to."""
+        """Make the step load a copy of a group into `blocks`, which a request will write to."""
         self._copied += zip(node.host, blocks[: len(node.host)], strict=True)
 
     def note_place(self, node: Node) -> None:
-        """Update the lists after a group was copied to the device or evicted from it; this counts as a use of the group."""
+        """Update `only` and `copies` after a group was copied to the device or evicted from it; this counts as a use of
+        the group."""
         if node.host:
             here, there = (self.only, self.copies) if node.block == NULL_BLOCK else (self.copies, self.only)
             there.pop(node, None)
@@ -117,7 +118,7 @@ class HostTier:
             here.move_to_end(node)
 
     def forget(self, node: Node) -> None:
-        """Free the copy of a group, if it has one."""
+        """Free a group's blocks of host memory, if it has any."""
         if node.host:
             self.pool.free(np.array(node.host, np.int32))
             node.host = ()
@@ -128,8 +129,7 @@ class HostTier:
             self.pinned.discard(node)
 
     def victim(self, node: Node, waiting: _Waiting | None) -> Node | None:
-        """Return the group to drop to make space for `node`; None: the candidates are more valuable, or ancestors of
-        `node`."""
+        """Return the group to drop from host memory to make space for `node`; None: no group may be dropped for it."""
         for copy in self.copies:
             if copy not in self.pinned and copy not in self.saves:
                 return copy
@@ -149,7 +149,8 @@ class HostTier:
 
         Args:
             nodes: the groups.
-            first: depth recorded on disk for the first group, increasing by 1 per group; None: the depths of the nodes.
+            first: depth to record on disk for the first group; it increases by 1 per group. None: the nodes' own
+                depths.
         """
         if self.disk is None:
             return
@@ -165,7 +166,7 @@ class HostTier:
         self.pinned.update(nodes)
 
     def take_transfers(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return and clear the transfers of the step being built, as `StepBatch.saves` and `StepBatch.loads`."""
+        """Return the transfers of the step being built, as `StepBatch.saves` and `StepBatch.loads`, and clear them."""
         saves = [(b, h) for node, blocks in self.saves.items() for b, h in zip(blocks, node.host, strict=True)]
         loads = [(h, b) for node, blocks in self.loads.items() for h, b in zip(node.host, blocks, strict=True)]
         loads += self._copied
@@ -192,19 +193,30 @@ class HostTier:
         """
         self.pool.check_integrity()
         hosted = [node for node in nodes if node.host]
-        require(all(prefixes.find(node.kind, node.digest) is node for node in hosted), "host memory of a removed group")
-        require({node for node in hosted if node.block == NULL_BLOCK} == set(self.only), "groups in host memory alone")
-        require({node for node in hosted if node.block != NULL_BLOCK} == set(self.copies), "groups in both memories")
+        require(
+            all(prefixes.find(node.kind, node.digest) is node for node in hosted),
+            "a removed group still has host memory",
+        )
+        require(
+            {node for node in hosted if node.block == NULL_BLOCK} == set(self.only),
+            "the list of groups that are only in host memory is wrong",
+        )
+        require(
+            {node for node in hosted if node.block != NULL_BLOCK} == set(self.copies),
+            "the list of groups in both memories is wrong",
+        )
         require(
             all(len(node.host) == self._blocks_per_group[node.kind] for node in hosted),
-            "a group of another kind's size",
+            "a group has the size of another kind",
         )
         used = np.array([block for node in hosted for block in node.host], np.int32)
         require(np.unique(used).size == used.size, "a host block is owned twice")
         require(not self.pool.is_free(used).any(), "a host block is both owned and free")
         lost = self.pool.num_used - self.num_lent - used.size
         require(lost == 0, f"{lost} host blocks are lost")
-        require(not (self.saves or self.loads or self.pinned or self._copied), "transfers that no step has taken")
+        require(
+            not (self.saves or self.loads or self.pinned or self._copied), "some transfers were not taken by a step"
+        )
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> NDArray[np.int32]:

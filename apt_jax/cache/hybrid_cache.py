@@ -23,10 +23,11 @@ Block 0 (`NULL_BLOCK`) is reserved: it pads block tables, and is never allocated
 
 With prefix caching, requests share groups (`apt_jax.cache.group_pool`); with a second tier, evicted groups go to host
 memory (`apt_jax.cache.host_tier`). No request writes to a group that is registered or has two holders
-(`check_writable`): a request that needs all but the last position of such a group writes to a copy of it.
+(`check_writable`): a request that reuses all but the last position of such a group gets a copy to write to. Only the
+two users of a group in `apt_jax.cache.sharing` write to the same group, each to its own slots.
 
-Layers, from the bottom: `BlockPool` counts blocks; `GroupPool` shares groups of blocks; `HybridCache` gives groups to
-requests and keeps their block tables, one row per slot. A slot is the index of a request that holds cache, in [0,
+Layers, from the bottom: `BlockPool` allocates blocks; `GroupPool` shares groups of blocks; `HybridCache` gives groups
+to requests and keeps their block tables, one row per slot. A slot is the index of a request that holds cache, in [0,
 max_num_seqs). An owner is the number that identifies a request in the engine until it ends.
 """
 
@@ -47,23 +48,23 @@ from apt_jax.sched.request_table import RequestTable
 
 
 class HybridCache:
-    """Block tables of the requests that hold cache, over one pool for both kinds.
+    """Block tables of the requests that hold cache, in one pool for both kinds.
 
     Attributes (arrays are indexed by slot; change them only through the methods):
         groups: the groups of blocks; `pool`, `num_refs` and `generation` belong to it.
         tables: (max_num_seqs, 2, J) int32 block tables as drawn above; J grows on demand.
         num_groups: number of groups held, ceil(num_tokens / block_sizes[kind]).
         num_tokens: number of positions reserved.
-        num_private: number of groups without another holder.
+        num_private: number of groups that no other slot holds.
         kind: cache kind held; `NO_KIND` for free slots.
         block_sizes: number of positions of a group, by kind.
         blocks_per_group: number of blocks of a group, by kind.
         owner: owner of the slot; `NO_OWNER` for free slots.
-        slot_by_owner: slots by owner.
+        slot_by_owner: slot of each owner that holds cache.
         free_slots: free slots; the last is used next.
         prefixes: registered groups; None: prefix caching is off.
-        tier: groups in host memory; None: there is no tier of host memory.
-        placement: places of positions in groups; None: each group is filled from the left by one request at a time.
+        tier: groups in host memory; None: no blocks of host memory are used.
+        placement: placement of positions in groups; None: each group is filled from the left by one request at a time.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class HybridCache:
 
     @property
     def ownership_changed(self) -> bool:
-        """True if `num_private` of a slot has changed other than by its own `reserve`; whoever reads it must reset
-        it."""
+        """True if a slot's `num_private` has changed other than by its own `reserve`; the reader must reset this
+        flag."""
         return self.groups.ownership_changed
 
     @ownership_changed.setter
@@ -161,10 +162,10 @@ class HybridCache:
         return self.num_private[slots] * self._cost[self.kind[slots]]
 
     def blocks_by_kind(self) -> dict[int, int]:
-        """Return the number of blocks in use by cache kind; shared blocks count once."""
+        """Return the number of blocks in use for each cache kind; shared blocks count once."""
         return {kind: self.groups.in_use[kind] * self.blocks_per_group[kind] for kind in KINDS}
 
-    # --- taking and giving back ------------------------------------------------------------------------------------
+    # --- reserving and releasing -----------------------------------------------------------------------------------
 
     def reserve(self, owner: int, num_tokens: int, kind: int) -> bool:
         """Allocate the missing blocks for the owner's positions [0, num_tokens); takes a slot at the first call.
@@ -203,7 +204,7 @@ class HybridCache:
             self.num_private[slot] += new
             self.groups.in_use[kind] += new
         elif slot == NO_SLOT:
-            raise CacheIntegrityError(f"owner {owner} reserves {num_tokens} positions")
+            raise CacheIntegrityError(f"owner {owner} holds no cache and reserves {num_tokens} positions")
         self.num_tokens[slot] = num_tokens
         return True
 
@@ -214,7 +215,7 @@ class HybridCache:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> NDArray[np.bool_]:
-        """Call `reserve` for many requests, in order; rows that fit their last group are handled without a Python loop.
+        """Call `reserve` for many requests, in order; rows that need no new group are handled without a Python loop.
 
         Args:
             owners: (n,) owner of each row.
@@ -229,7 +230,7 @@ class HybridCache:
         roomy = placed & (num_tokens <= self.num_groups[slots] * self._size[kinds])
         require(
             (~roomy | (self.kind[slots] == kinds) & (self.owner[slots] == owners)).all(),
-            "slot of another owner or kind",
+            "a row has a slot of another owner or kind",
         )
         if roomy.all():
             self.num_tokens[slots] = num_tokens
@@ -258,8 +259,8 @@ class HybridCache:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> bool:
-        """Do the work of `reserve` for several rows at once, if each has a slot and needs one more group. The same
-        blocks are allocated.
+        """Do the work of `reserve` for several rows at once, if each has a slot and needs exactly one more group. The
+        rows get the same blocks as from `reserve`.
 
         Returns:
             False: a row needs more groups or occurs twice, or too few blocks are empty; nothing has changed.
@@ -273,7 +274,7 @@ class HybridCache:
             return False
         require(
             ((self.kind[slots] == kinds) & (self.owner[slots] == owners)).all(),
-            "slot of another owner or kind",
+            "a row has a slot of another owner or kind",
         )
         ids = self.pool.allocate(total)
         if ids is None:
@@ -298,11 +299,11 @@ class HybridCache:
         """Change requests from the hidden to the KV kind, and grow them to `num_tokens` positions.
 
         X blocks are freed only after all requests have got new blocks, so no new block is a former X block. A request
-        for which too few blocks are free keeps the hidden kind and grows with it.
+        for which too few blocks are free keeps the hidden kind and grows in it.
 
         Returns:
-            Per owner, the (groups,) freed X blocks, or None if it was not converted; and per owner, False if it could
-            not grow either, and keeps the blocks that it had.
+            For each owner, its freed X blocks, (groups,), or None if it was not converted; and for each owner, False if
+            it could not grow in either kind and keeps the blocks that it had.
 
         Raises:
             CacheIntegrityError: an owner does not hold the hidden kind, or holds more positions.
@@ -390,7 +391,7 @@ class HybridCache:
         Returns:
             False: no slot is free, or groups in host memory cannot be loaded; nothing has changed.
         """
-        require(owner not in self.slot_by_owner, f"owner {owner} holds cache")
+        require(owner not in self.slot_by_owner, f"owner {owner} already holds cache")
         if not self.free_slots:
             return False
         num = len(nodes)
@@ -412,7 +413,8 @@ class HybridCache:
                 self.groups.drop(node)
 
     def forget_saved(self, blocks: NDArray[np.int32]) -> None:
-        """Drop the groups in these blocks of host memory, because the step that was to save them was not dispatched."""
+        """Drop the groups that a step was to save into these blocks of host memory, because the step was not
+        dispatched."""
         if self.tier is not None and blocks.size:
             gone = set(blocks.tolist())
             self.drop_lost([node for node in self.tier.only if gone.intersection(node.host)])
@@ -434,7 +436,7 @@ class HybridCache:
         return self.groups.copy_source(node)
 
     def begin_copy(self, slot: int, start: int, source: CopySource) -> NDArray[np.int32]:
-        """Let the step being built copy a registered group into the slot's new group, which holds position `start`.
+        """Make the step being built copy a registered group into the slot's new group, which holds position `start`.
 
         Returns:
             (m, 2) source and destination blocks; empty if the group is copied from host memory.
@@ -453,7 +455,7 @@ class HybridCache:
         """Mark groups [begin, end) of a slot as being filled by a step in flight; `register` or `discard` must follow.
 
         Returns:
-            First blocks of the groups, and generations of these blocks.
+            First blocks of the groups, and the generations of these blocks.
         """
         firsts = self.tables[slot, 0, begin:end].copy()
         self.groups.is_expected[firsts] = True
@@ -487,7 +489,7 @@ class HybridCache:
         self.groups.discard(firsts, generations)
 
     def drop_prefix(self, kind: int, digests: Sequence[bytes], begin: int) -> None:
-        """Drop the registered groups of a prefix from index `begin` on."""
+        """Drop the groups of a prefix from index `begin` on, also from disk."""
         if begin < len(digests):
             if self.tier is not None and self.tier.disk is not None:
                 self.tier.disk.remove(kind, digests[begin:])
@@ -506,7 +508,7 @@ class HybridCache:
     # --- for a step ------------------------------------------------------------------------------------------------
 
     def block_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return a copy of the block tables of slots, (n, 2, J); J is the maximum number of groups of a slot.
+        """Return a copy of the block tables of `slots`, (n, 2, J); J is the maximum number of groups of one of them.
 
         Raises:
             CacheIntegrityError: an entry in use is not in [1, num_blocks], or an unused entry is not `NULL_BLOCK`. JAX
@@ -534,10 +536,11 @@ class HybridCache:
         return np.where(self.placement.downwards(slots, tables.shape[2])[:, None], -tables, tables)
 
     def check_writable(self, slots: NDArray[np.int32], start: NDArray[np.int32]) -> None:
-        """Check that no other request can read the groups that a step writes to, from position `start` on.
+        """Check that no other request can read the groups that a step writes to, from position `start` on. A group may
+        have two holders if both are its users (`Placement.have_two_users`), because each writes only to its own slots.
 
         Raises:
-            CacheIntegrityError: such a group is registered or has another holder.
+            CacheIntegrityError: another request may read such a group, because it is registered or has another holder.
         """
         if self.prefixes is None:
             return
@@ -558,5 +561,5 @@ class HybridCache:
         )
 
     def check_integrity(self, alive: Iterable[int] | None = None) -> None:
-        """Recount the cache, see `apt_jax.cache.integrity.check_integrity`."""
+        """Recount the cache; see `apt_jax.cache.integrity.check_integrity`."""
         integrity.check_integrity(self, alive)

@@ -129,7 +129,7 @@ def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
     prefixes, refs = groups.prefixes, groups.num_refs
     idle = np.array(list(prefixes.idle), np.int32)
     nowhere = groups.tier is None or not groups.tier.pool.num_used
-    if not (idle.size or prefixes.node_of or prefixes.is_registered.any()) and nowhere:  # nothing can be found
+    if not (idle.size or prefixes.node_of or prefixes.is_registered.any()) and nowhere:  # nothing is cached
         require(groups.num_idle_blocks == 0, "idle blocks are miscounted")
         require(
             not any(root.children or prefixes.num_nodes(root.kind) for root in prefixes.roots), "index and tree differ"
@@ -171,7 +171,7 @@ def _check_node(groups: GroupPool, node: Node) -> None:
     require(refs[node.block] or node.block in prefixes.idle, "a registered group is neither held nor idle")
     require(
         (groups.second[node.block] != NULL_BLOCK) == (groups.blocks_per_group[node.kind] == 2),
-        "a registered group of another kind",
+        "a registered group has the blocks of another kind",
     )
     require(
         parent is None or not parent.depth or refs[parent.block] >= refs[node.block],  # block 0 is never held

@@ -1,7 +1,7 @@
 """Placement of a request's positions if they do not simply fill its own groups from the left.
 
 A `HybridCache` and its `GroupPool` report to a `Placement` which slots and groups are taken and released. The placement
-knows from which end a request fills a group, and which entries of its block table have no group.
+records from which end a request fills a group, and which entries of its block table have no group.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotTraffic:
-    """Total number of single slots copied to host memory and back."""
+    """Total numbers of single slots copied to host memory and back."""
 
     saved_slots: int = 0
     """Number of positions copied to host memory."""
@@ -30,7 +30,7 @@ class Placement(Protocol):
     is_downward: NDArray[np.bool_]
     """True: the only user of a group fills it from the right; indexed by first block."""
     num_holes: NDArray[np.int32]
-    """Number of block table entries without a group, by slot."""
+    """For each slot, the number of its block table entries without a group."""
 
     def begin(self, slot: int, owner: int) -> None:
         """Record that a request has taken a slot."""
@@ -41,8 +41,8 @@ class Placement(Protocol):
         ...
 
     def release(self, slot: int) -> None:
-        """Remove a request from shared groups before its release; its block table then contains only groups of its
-        own."""
+        """Remove a request from shared groups before it is released; its block table then contains only groups that it
+        does not share."""
         ...
 
     def downwards(self, slots: NDArray[np.int32], width: int) -> NDArray[np.bool_]:
@@ -58,7 +58,7 @@ class Placement(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Recount shared groups and missing entries.
+        """Recount shared groups and block table entries without a group.
 
         Raises:
             CacheIntegrityError: the placement is inconsistent.

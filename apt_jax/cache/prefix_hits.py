@@ -1,9 +1,9 @@
 """The longest cached prefix of each waiting request, kept up to date by events.
 
 `PrefixHitTracker` keeps, for each waiting request and kind, the deepest registered node of its tokens, and writes the
-cached prefix length into the `RequestTable` that policies read. A request is listed in the node that it has reached,
-and under the digest of its first missing group; so an event touches only the requests that it affects, and an iteration
-without events has no cost.
+cached prefix length into the `RequestTable` that policies read. A request is listed in the last node of its cached
+prefix, and under the digest of its first missing group, so an event touches only the requests that it affects, and an
+iteration without events has no cost.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from apt_jax.sched.request_table import RequestTable
 
 
 class _Placed(NamedTuple):
-    """Counts of the groups of a path by location."""
+    """Numbers of groups on a path from the root, by location."""
 
     held: int
     """Number of consecutive groups from the root that requests hold."""
@@ -52,12 +52,12 @@ class PrefixHitTracker:
         blocks_per_group: number of blocks of a group, by kind.
 
     Attributes:
-        converts: returns True if a request should begin with keys and values computed from cached layer inputs.
+        converts: returns True if a request should reuse cached layer inputs by converting them to keys and values.
             Arguments: the hit with conversion, the hit of keys and values, and the request's number of positions. None:
-            requests never begin this way.
+            layer inputs are never converted.
         restores: returns True if groups should be copied from host memory. Arguments: cache kind, number of cached
-            positions, number of these before the first group in host memory, number in host memory, and the request's
-            number of positions. None: groups are always copied.
+            positions, how many of these precede the first group that is only in host memory, how many are only in host
+            memory, and the request's number of positions. None: groups are always copied.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PrefixHitTracker:
         self.restores: Callable[[int, int, int, int, int], bool] | None = None
         self.converts: Callable[[Hit, Hit, int], bool] | None = None
         self._own: dict[tuple[int, int], Hit] = {}
-        """Hits of waiting requests without conversion, by row and kind; kept if the request may be converted."""
+        """Hits of waiting requests without conversion, by row and kind; recorded only if `converts` is set."""
         self._converted: set[int] = set()
         self._place: dict[int, dict[int, Node]] = {}
         self._digests: dict[int, Sequence[list[bytes]]] = {}
@@ -85,8 +85,8 @@ class PrefixHitTracker:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def begin(self, row: int, digests: Sequence[list[bytes]], kinds: Sequence[int]) -> None:
-        """Track a request that may begin with one of `kinds`; `digests` holds the digests of all its full groups by
-        kind."""
+        """Track a waiting request that may be scheduled with any of `kinds`; `digests` holds, for each kind, the
+        digests of its full groups."""
         if row in self._place:
             self.end(row)
         self._digests[row] = digests
@@ -111,15 +111,16 @@ class PrefixHitTracker:
 
     @property
     def any_converted(self) -> bool:
-        """True if any waiting request would begin with converted layer inputs."""
+        """True if any waiting request would reuse cached layer inputs by converting them to keys and values."""
         return bool(self._converted)
 
     def is_converted(self, row: int, kind: int) -> bool:
-        """Return True if a waiting request, scheduled with this kind, begins with converted layer inputs."""
+        """Return True if a waiting request, when scheduled with this kind, would reuse cached layer inputs by
+        converting them."""
         return kind == KV and row in self._converted
 
     def kinds_of(self, row: int) -> list[int]:
-        """Return the cache kinds that a waiting request may begin with."""
+        """Return the cache kinds that a waiting request may be scheduled with."""
         return list(self._place[row])
 
     def node(self, row: int, kind: int) -> Node:
@@ -149,7 +150,7 @@ class PrefixHitTracker:
         self._write(row, node, self._placed(node))
 
     def _placed(self, node: Node) -> "_Placed":
-        """Return the counts of the groups on the path to a node, by location."""
+        """Return the numbers of groups on the path to a node, by location."""
         held = resident = num_host = 0
         at = node
         while at.depth:
@@ -180,7 +181,7 @@ class PrefixHitTracker:
             at = at.parent
 
     def _write(self, row: int, node: Node, placed: "_Placed") -> None:
-        """Write the hit of a request to the table; it excludes the request's last token, whose logits are not
+        """Write the hit of a request to the table; the hit excludes the request's last token, whose logits are not
         cached."""
         table, kind = self._table, node.kind
         size = self._block_sizes[kind]
@@ -206,11 +207,12 @@ class PrefixHitTracker:
         table.shared_prefix_blocks[row, kind] = hit.held_blocks
 
     def by_conversion(self, kv: "Hit | None", inputs: "Hit | None", total: int) -> "Hit | None":
-        """Return the hit of a request that begins with keys and values computed from cached layer inputs; None: it is
-        better to begin with cached keys and values, or without a cached prefix.
+        """Return the hit that a request gets if its keys and values are computed from cached layer inputs. None: this
+        is disabled, impossible or not worthwhile.
 
         Args:
-            kv, inputs: cached keys and values, and cached layer inputs; None: the kind is not available.
+            kv, inputs: hits of cached keys and values and of cached layer inputs; None: the request may not use the
+                kind.
             total: number of positions of the request.
         """
         if self.converts is None or kv is None or inputs is None:
@@ -263,8 +265,8 @@ class PrefixHitTracker:
                 self._enter(row, top.parent)
 
     def used(self, node: Node) -> None:
-        """Update the hits of requests after a node and its descendants got their first holder or lost their last
-        holder, or after the node was copied to the device or evicted from it."""
+        """Update the hits of requests after a node and its descendants gained their first holder or lost their last, or
+        after the node was copied to the device or evicted from it."""
         if not node.num_below:
             return
         assert node.parent is not None
@@ -284,7 +286,7 @@ class PrefixHitTracker:
             todo.extend((below, placed) for below in node.children if below.num_below)
 
     def refresh(self) -> None:
-        """Write all hits again, after the results of `restores` or `converts` may have changed."""
+        """Write all hits again, because the results of `restores` or `converts` may have changed."""
         for row, places in self._place.items():
             for node in places.values():
                 self._write(row, node, self._placed(node))
@@ -292,7 +294,8 @@ class PrefixHitTracker:
     # --- host memory -----------------------------------------------------------------------------------------------
 
     def found_nodes(self, row: int, kind: int) -> list[Node]:
-        """Return the groups that a waiting request would begin with; it may use a copy of the last group."""
+        """Return the cached groups that hold a waiting request's prefix. If only part of the last group is used, the
+        request gets a copy of it."""
         if kind == KV and row in self._converted:
             tokens = int(self._table.cached_prefix_tokens[row, KV])
             return self._place[row][HIDDEN].path(tokens // self._block_sizes[HIDDEN])
@@ -300,8 +303,9 @@ class PrefixHitTracker:
         return self._place[row][kind].path(-(-tokens // self._block_sizes[kind]))
 
     def least_urgent(self, skip: set[Node]) -> Node | None:
-        """Return the last group that is only in host memory, not in `skip`, and needed by the least urgent request.
-        Best-effort requests are the least urgent, then requests with the most time left. None: no such group."""
+        """For the least urgent waiting request, return the last of its cached groups that is only in host memory and
+        not in `skip`. If it has no such group, the next more urgent request is tried. Best-effort requests are the
+        least urgent, then requests with the most time left. None: there is no such group."""
         table = self._table
         rows = np.flatnonzero(table.host_prefix_tokens.any(axis=1))
         first = table.num_delivered[rows] == 0

@@ -1,7 +1,8 @@
-"""The tree of registered groups, which are the cached prefixes.
+"""The tree of registered groups: the index of cached prefixes.
 
-A *group* holds the positions of one kind that lie in the same blocks (`apt_jax.cache.hybrid_cache`). A full group with
-valid contents may be registered under the digest of all tokens up to its end. Registered groups form one tree per kind:
+A *group* is a range of positions of one kind that lie in the same blocks (`apt_jax.cache.hybrid_cache`). A full group
+with valid contents may be registered under the digest of all tokens up to its end. Registered groups form one tree per
+kind:
 
     root ── A ── B ── C        a node is a group: node.block is its K or X block
              └── D ── E        a path from the root is a prefix that need not be computed again
@@ -12,8 +13,8 @@ A group may lie in blocks of the device (`Node.block`), in blocks of host memory
 `apt_jax.cache.host_tier`), or in both: contents of registered groups never change, so the copies are equal. A node
 whose group is in neither is removed.
 
-The root digest depends on a salt that never leaves the engine, so clients cannot guess the digest of a prefix. Each
-kind has its own tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
+The root digest depends on a salt that is never sent to clients, so they cannot guess the digest of a prefix. Each kind
+has its own tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
 """
 
 import collections
@@ -29,7 +30,7 @@ DIGEST_BYTES = 16
 
 
 def root_digest(salt: bytes, tenant_salt: bytes = b"") -> bytes:
-    """Return the root digest of an engine's prefixes, or of a tenant's prefixes if tenants do not share."""
+    """Return the root digest of an engine's prefixes, or of a tenant's prefixes if tenants do not share them."""
     return hashlib.blake2b(tenant_salt, digest_size=DIGEST_BYTES, key=salt).digest()
 
 
@@ -143,7 +144,7 @@ class PrefixTree:
         return nodes
 
     def remove(self, nodes: Sequence[Node]) -> None:
-        """Unregister a whole subtree, given parents first; the caller frees the blocks."""
+        """Unregister the nodes of a whole subtree, listed parents first; the caller frees the blocks."""
         top = nodes[0]
         assert top.parent is not None
         top.parent.children.discard(top)

@@ -1,8 +1,8 @@
-"""The kinds of cache that a request can hold: keys and values, or the layer inputs that these are computed from.
+"""The kinds of cache that a request can hold: keys and values, or the layer inputs from which they are computed.
 
-A kind is an integer, and also its column in arrays with one column per kind. Plain integers are used because comparing
-a NumPy array with an enum member takes twice as long, comparing a single element ten times as long, and both convert
-int8 to int64.
+A kind is an integer, which is also the kind's column in arrays with one column per kind. Plain integers are used
+because comparing a NumPy array with an enum member takes twice as long, comparing a single element takes ten times as
+long, and both convert int8 to int64.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class KindSet(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheKindSpec:
-    """Memory of a cache kind, and its extra time over the KV kind (docs/design/scheduling.md, Value of a request;
-    Apt-Serve Eq. 6)."""
+    """Memory use of a cache kind, and its extra time compared with the KV kind (docs/design/scheduling.md, Value of a
+    request; Apt-Serve Eq. 6)."""
 
     name: str
     blocks_per_group: int
@@ -44,8 +44,8 @@ class CacheKindSpec:
     """True if attention recomputes keys and values of all cached positions in every step (Apt-Serve §3.1); False if it
     reads the cache directly."""
     extra_base_s: float = 0.0
-    """c0 of the extra time t = c0 + c1 * tokens over KV, in seconds per request and decode iteration; may be
+    """c0 of the extra time compared with KV, t = c0 + c1 * tokens, in seconds per request and decode iteration; may be
     negative."""
     extra_per_token_s: float = 0.0
-    """c1 of the extra time t = c0 + c1 * tokens over KV, in seconds per cached token and decode iteration; may be
-    negative."""
+    """c1 of the extra time compared with KV, t = c0 + c1 * tokens, in seconds per cached token and decode iteration;
+    may be negative."""

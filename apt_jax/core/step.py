@@ -1,4 +1,4 @@
-"""The contract of one step: the input that the engine gives to an executor, and the results, as host arrays."""
+"""Input and results of one step, passed between engine and executor as host arrays."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ NULL_BLOCK = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversions:
-    """Rows of a step whose cached layer inputs become keys and values before the step writes anything."""
+    """Rows of a step whose cached layer inputs are converted to keys and values before the step writes anything."""
 
     rows: NDArray[np.int64]
-    """Rows of the batch, (m,), ascending. They are KV rows: their block tables name the blocks that the keys and values
-    of positions `[0, start)` are written to. No other request holds these blocks."""
+    """Rows of the batch, (m,), ascending. They are KV rows: the keys and values of positions `[0, start)` are written
+    to the blocks in their block tables. No other request holds these blocks."""
     inputs: NDArray[np.int32]
     """X blocks with the layer inputs of these positions, (m, J), padded with `NULL_BLOCK`. Other rows may read them; no
     row of the step writes to them."""
@@ -52,10 +52,11 @@ class PoolSpan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """One step, as host arrays. n rows; T = sum of `num_tokens`; J = maximum number of blocks of one row (of one half
-    for KV).
+    """One step, as host arrays. n rows; T = sum of `num_tokens`; J = maximum number of blocks per row (for KV rows, of
+    K blocks).
 
-    Position t of a row lies in its block `t // size`, size being the executor's `block_size` or `hidden_block_size`.
+    Position t of a row lies in its block `t // size`, where size is the executor's `block_size` or, for hidden rows,
+    `hidden_block_size`.
 
     Row r computes positions `[start[r], start[r] + num_tokens[r])`, writes their cache through its block table, and
     attends to positions `[0, start[r] + num_tokens[r])`. If `samples[r]`, a token is sampled from the last position.
@@ -66,7 +67,7 @@ class StepBatch:
     num_tokens: NDArray[np.int32]
     """Number of tokens that each row computes, (n,), at least 1."""
     start: NDArray[np.int32]
-    """Number of positions of each row cached before this step, (n,)."""
+    """Number of positions of each row that were cached before this step, (n,)."""
     kind: NDArray[np.int8]
     """Cache kind of each row, (n,): `core.kinds.KV` or `HIDDEN`."""
     token_ids: NDArray[np.int32]
@@ -78,7 +79,8 @@ class StepBatch:
     samples: NDArray[np.bool_]
     """True for rows that sample a token, (n,)."""
     position: NDArray[np.int32]
-    """Index of the token to be sampled among the request's outputs, (n,), 0 for the first; seeds the random draw."""
+    """Index of the token to be sampled among the request's output tokens, (n,), starting at 0. It seeds the random
+    draw."""
     params: Sequence[SamplingParams]
     """Sampling parameters of each row's request, (n,)."""
     history: Sequence[NDArray[np.int32]]
@@ -87,12 +89,13 @@ class StepBatch:
     prompt_len: NDArray[np.int32]
     """Number of prompt tokens in `history`, (n,)."""
     masked: NDArray[np.int64] | None = None
-    """Rows that sample under a mask, ascending; None: no masks. With masks, `Executor.execute` returns a
+    """Rows that sample with a token mask, ascending; None: no masks. With masks, `Executor.execute` returns a
     `MaskedStepHandle`."""
     copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """Block copies, (m, 2): source and destination. Before the step writes anything, all sources are read and then
     written to their destinations; no destination occurs twice. Copies of prefixes, at most 2 * max_num_seqs, come
-    first. The other copies separate users that share a group; their sources are not destinations of other copies."""
+    first. The other copies give a request its own copy of a group that it shared with another request; their sources
+    are not destinations of other copies."""
     saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """Blocks saved to host memory, (m, 2): device block and host block. They are read before the step writes anything,
     including its copies and loads. No host block occurs twice or is loaded in the same step."""
@@ -102,7 +105,7 @@ class StepBatch:
     host blocks."""
     slot_saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 5), np.int32))
     """Slots saved together with `saves`, (m, 5): device block, host block, first slot, number of slots, and cache kind.
-    Slots keep their places in the block."""
+    Slots keep their positions in the block."""
     slot_loads: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 5), np.int32))
     """Slots loaded together with `loads`, (m, 5): host block, device block, first slot, number of slots, and cache
     kind."""
@@ -113,9 +116,9 @@ class StepBatch:
     """Conversions of layer inputs to keys and values, done after copies and loads and before the step; None: no
     conversions."""
     prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
-    """Prompt tokens to score, by row, for requests that ask for log probabilities of their prompt."""
+    """Prompt tokens to score, keyed by row, for requests that ask for log probabilities of their prompt."""
     pool_spans: Mapping[int, PoolSpan] = dataclasses.field(default_factory=dict)
-    """Prompt positions to sum, by row, for requests that ask for pooled states of their prompt."""
+    """Prompt positions whose hidden states are summed, keyed by row, for requests that ask for pooled states."""
 
     @property
     def needs_all_states(self) -> bool:
@@ -131,14 +134,14 @@ class StepBatch:
         """Return the numbers of blocks saved to and loaded from host memory; slots count as fractions of blocks.
 
         Args:
-            block_sizes: number of positions in a block, by cache kind.
+            block_sizes: number of positions in a block, for each cache kind.
         """
         sizes = np.asarray(block_sizes)
         slots = [float((spans[:, 3] / sizes[spans[:, 4]]).sum()) for spans in (self.slot_saves, self.slot_loads)]
         return len(self.saves) + slots[0], len(self.loads) + slots[1]
 
     def part(self, rows: NDArray[np.int64]) -> "StepBatch":
-        """Return a step with only the given rows, ascending, without masks, copies, transfers and conversions."""
+        """Return a step with only the given rows (ascending), without masks, copies, transfers or conversions."""
         starts = np.cumsum(self.num_tokens) - self.num_tokens
         lens = self.num_tokens[rows]
         within = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
@@ -171,7 +174,7 @@ class StepResult:
     token_ids: NDArray[np.int32]
     """Sampled token of each row, (n,); `NO_TOKEN` if the row did not sample or its mask excluded all tokens."""
     finite: NDArray[np.bool_]
-    """False if a row's logits were not finite, which makes its token meaningless, (n,)."""
+    """True for rows whose logits are finite, (n,); the tokens of the other rows are meaningless."""
     logprob: NDArray[np.float32] | None = None
     """Log probability of each sampled token, (n,); None: no row asked for log probabilities."""
     top_ids: NDArray[np.int32] | None = None
@@ -179,6 +182,6 @@ class StepResult:
     top_logprobs: NDArray[np.float32] | None = None
     """Log probabilities of `top_ids`, (n, k)."""
     prompt_logprobs: Mapping[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
-    """Log probabilities of `StepBatch.prompt_targets`, by row."""
+    """Log probabilities of `StepBatch.prompt_targets`, keyed by row."""
     pooled: Mapping[int, NDArray[np.float32]] = dataclasses.field(default_factory=dict)
-    """Sums of the hidden states in `StepBatch.pool_spans`, (D,), by row."""
+    """Sum of the hidden states over each of `StepBatch.pool_spans`, (D,), keyed by row."""

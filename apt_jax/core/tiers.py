@@ -1,4 +1,4 @@
-"""The contracts of the tiers below the device: blocks in host memory, and groups of blocks in files."""
+"""The interfaces of the cache tiers below the device: blocks in host memory, and groups of blocks in files."""
 
 import collections
 import dataclasses
@@ -23,11 +23,12 @@ class HostMemory(Protocol):
         ...
 
     def save_now(self, saves: NDArray[np.int32]) -> None:
-        """Save blocks between two steps, given like `StepBatch.saves`."""
+        """Save blocks between two steps; `saves` has the format of `StepBatch.saves`."""
         ...
 
     def slots_ready(self, spans: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Like `ready_to_load`, but for slots: (n, 4) host block, first slot, number of slots, and cache kind."""
+        """Like `ready_to_load`, but for spans of slots, (n, 4): host block, first slot, number of slots, and cache
+        kind."""
         ...
 
     def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -41,15 +42,15 @@ class HostMemory(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class DiskRead:
-    """Groups of one prefix that a separate thread reads one after the other."""
+    """A read from disk: groups of one prefix, which a separate thread reads one after another."""
 
     kind: int
     groups: "collections.deque[DiskGroup]" = dataclasses.field(default_factory=collections.deque)
-    """Groups read so far, in order; the reader of this object takes them from the left."""
+    """Groups read so far, in order; the consumer pops them from the left."""
     is_done: bool = False
     """True if no more groups follow: all groups have been read, or a group could not be read."""
     is_cancelled: bool = False
-    """Set to True to cancel the reads that have not begun."""
+    """Set to True to cancel the reads that have not started."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,20 +74,20 @@ class DiskCounts:
     read_bytes: int = 0
     written_bytes: int = 0
     num_dropped_files: int = 0
-    """Number of files removed because their contents did not match."""
+    """Number of files removed because they were damaged, or their headers did not match this model or their names."""
     num_unwritten: int = 0
     """Number of groups not written because the disk failed, was full or was too slow."""
 
 
 class DiskStore(Protocol):
-    """Groups of blocks, found by the digests of their prefixes, in files that outlive the process. Methods do not wait
-    for the disk unless stated, and never raise because of it."""
+    """Stores groups of blocks, keyed by the digests of their prefixes, in files that outlive the process. Methods do
+    not wait for the disk unless stated otherwise, and never raise disk errors."""
 
     salt: bytes
-    """Initial bytes of the digests, equal on all servers that share groups."""
+    """Salt of the root digests, the same on all servers that share groups."""
 
     def has(self, kind: int, digest: bytes) -> bool:
-        """True if a group is likely to be found."""
+        """Return True if a group is probably stored and can be read."""
         ...
 
     def group_bytes(self, kind: int) -> int:
@@ -94,11 +95,11 @@ class DiskStore(Protocol):
         ...
 
     def write(self, kind: int, digest: bytes, depth: int, blocks: Sequence[int], is_downward: bool) -> None:
-        """Write a group from host memory, once the announced saves of its blocks are done. The caller may reuse the
-        blocks immediately. If the group is already stored, its time of last use is updated.
+        """Write a group from host memory, after the pending saves of its blocks have finished. The caller may reuse the
+        blocks immediately. If the group is already stored, only its time of last use is updated.
 
         Args:
-            depth: depth of the group in its prefix, from 1; among groups written at the same time, the deepest is
+            depth: index of the group in its prefix, counted from 1; of groups written at the same time, the deepest is
                 removed first.
             blocks: host blocks of the group.
             is_downward: see `DiskGroup.is_downward`.
@@ -110,7 +111,7 @@ class DiskStore(Protocol):
         ...
 
     def place(self, group: DiskGroup, blocks: Sequence[int]) -> None:
-        """Copy a group that has been read into the host blocks that were allocated for it."""
+        """Copy the contents of a group that has been read to the host blocks allocated for it."""
         ...
 
     def remove(self, kind: int, digests: Sequence[bytes]) -> None:
@@ -118,11 +119,11 @@ class DiskStore(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a group has been read or a read has ended, at most `timeout_s` seconds."""
+        """Wait until a group has been read or a read has finished, at most `timeout_s` seconds."""
         ...
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all pending groups are written; False if that takes more than `timeout_s` seconds."""
+        """Wait until all pending groups are written; return False if that takes more than `timeout_s` seconds."""
         ...
 
     def close(self) -> None:
@@ -134,9 +135,9 @@ class DiskStore(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """Tiers for cached groups that leave the pool."""
+    """Storage for cached groups that leave the pool."""
 
     host: HostMemory | None = None
     """Host memory of the executor; None: groups that leave the pool are lost."""
     disk: DiskStore | None = None
-    """Keeps groups that leave host memory, across restarts; needs `host`; None: they are lost."""
+    """Keeps groups that leave host memory, also across restarts; needs `host`. None: these groups are lost."""

@@ -1,1 +1,1 @@
-"""Costs of steps: models of their time, fits to measured ones, descriptions of hardware; NumPy only."""
+"""Step costs: models of step time, their fits to measured steps, and hardware descriptions; independent of JAX."""

@@ -2,14 +2,15 @@
 
 Two models are fitted to the same points, both by non-negative least squares on relative errors:
 
-* linear (`StepCosts`), for policies, both phases together:
+* a linear model (`StepCosts`), for policies:
     prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
     decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
-  a step with both phases is the sum if it is two programs. If it is one program, its decodes count as tokens and by
-  the cache that they read, as in `StepCosts` when the linear part of the chunks is larger;
-* by compiled program and tile (`ProgramCosts`), for predictions: the simulator, and the objectives of the
-  demonstration. Bases of programs with few points or none are kept near the line between those of the neighbouring
-  sizes.
+  A step with both phases takes the sum if it is two programs. If it is one program, its decode rows add only their
+  tokens to the prefill part and the cache that they read, as in `StepCosts` when the chunks have the larger linear
+  part;
+* a model by compiled program and tile (`ProgramCosts`), for predictions: in the simulator, and for the latency
+  objectives of the demonstration. The base time of a program with few or no points is kept near the line between the
+  base times of the neighbouring sizes.
 
 The extra time of a hidden request over a KV request is t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine). Its
 coefficients c0 = a8 - a7 and c1 = a6 - a5 may be negative.
@@ -38,7 +39,7 @@ class StepPoint:
     """Cache kind of each row: `KV` or `HIDDEN`."""
     time_s: float
     held_back: bool = False
-    """True if the step resembles steps of a server and is used to measure the quality of a fit to the other points."""
+    """True if the point is held out: a step like those of a server, used to measure a fit to the other points."""
 
     @property
     def is_prefill(self) -> bool:
@@ -46,7 +47,7 @@ class StepPoint:
         return max(self.num_tokens) > 1
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
-        """Return the arguments of `StepCosts.step_s`."""
+        """Return `num_tokens`, `start` and `kind` as the arrays that `StepCosts.step_s` takes."""
         return (
             np.asarray(self.num_tokens, np.int32),
             np.asarray(self.start, np.int32),
@@ -54,7 +55,11 @@ class StepPoint:
         )
 
     def linear_features(self, one_program: bool) -> list[float]:
-        """Return the features of both phases, in the order of `_PREFILL` and `_DECODE`."""
+        """Return the features of the linear model, in the order of `_PREFILL` + `_DECODE`.
+
+        Args:
+            one_program: True if a step with both phases is one program.
+        """
         num_tokens, start, kind = (a.astype(np.float64) for a in self.arrays())
         hidden, decode = kind == HIDDEN, num_tokens == 1
         features = [0.0] * (len(_PREFILL) + len(_DECODE))
@@ -109,7 +114,8 @@ class CostModel:
         return self.programs.step_s(*point.arrays())
 
     def decode_s(self, kv_lens: Sequence[int], hidden_lens: Sequence[int]) -> float:
-        """Return the predicted time of a decode step over cached tokens, in seconds."""
+        """Return the predicted time in seconds of a decode step; `kv_lens`, `hidden_lens`: cached tokens per
+        request."""
         lens = [*kv_lens, *hidden_lens]
         kind = [KV] * len(kv_lens) + [HIDDEN] * len(hidden_lens)
         point = StepPoint(num_tokens=[1] * len(lens), start=lens, kind=kind, time_s=0.0)
@@ -120,11 +126,11 @@ class CostModel:
         return self.costs
 
     def kinds(self, offered: tuple[bool, bool], *, absorbs: bool) -> tuple[CacheKindSpec, CacheKindSpec]:
-        """Return both cache kinds with their measured extra time.
+        """Return both cache kinds; if both are offered, with the measured extra decode time of the hidden kind.
 
         Args:
-            offered: whether each kind may be used, indexed by `KV` and `HIDDEN`.
-            absorbs: attention reads cached layer inputs directly (`JaxExecutor.absorbs`).
+            offered: True for each kind that may be used, indexed by `KV` and `HIDDEN`.
+            absorbs: True if attention reads cached layer inputs directly (`JaxExecutor.absorbs`).
         """
         c, extra = self.costs, offered[KV] and offered[HIDDEN]
         extra_base_s = c.decode_per_hidden_request_s - c.decode_per_request_s
@@ -143,15 +149,17 @@ class CostModel:
 
 
 _SMOOTHNESS = 2.0
-"""Weight of a program's distance from the line between its neighbours, relative to a typical step time; a point weighs
-up to 4.5."""
+"""Weight of the distance of a program's base from the line between its neighbours' bases, as a fraction of a typical
+step time; a measured point has a weight of up to 4.5."""
 
 
 def _smoothness(
     shapes: ProgramShapes, is_measured: NDArray[np.bool_], prefill_s: float, decode_s: float
 ) -> NDArray[np.float64]:
-    """Return rows, (n, num_coefficients), whose products with the coefficients are 0 if each base lies on the line
-    between its neighbours and bases beyond the measured ones equal the nearest measured base.
+    """Return (n, num_coefficients) rows for `_solve` that keep the base times of neighbouring program sizes consistent.
+
+    The product of a row with the coefficients is 0 if a base lies on the line between its neighbours' bases or, outside
+    the range of measured sizes, if it equals the nearest measured base.
 
     Args:
         is_measured: (num_coefficients,) True if the coefficient occurs in a point.
@@ -188,13 +196,12 @@ def _solve(
     smoothness: NDArray[np.float64] | None = None,
     known_s: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """Return coefficients with a small mean relative error, by least squares, reweighted iteratively so that outliers
-    count little.
+    """Return non-negative coefficients, fitted by least squares on relative errors, with little weight on outliers.
 
     Args:
         rows: (n,) True for the points to fit.
-        smoothness: (m, num_coefficients) additional rows whose products with the coefficients are to be small.
-        known_s: (n,) seconds of each point that the features do not have to explain.
+        smoothness: (m, num_coefficients) additional rows whose products with the coefficients should be near 0.
+        known_s: (n,) part of each point's time, in seconds, that is already explained and is subtracted before the fit.
     """
     from scipy.optimize import nnls  # slow to import, and only needed for a calibration
 
@@ -220,8 +227,11 @@ def _solve_linear(
     prefill: NDArray[np.bool_],
     shapes: ProgramShapes,
 ) -> NDArray[np.float64]:
-    """Return the coefficients of the linear model. If a step with both phases is one program, coefficients of decodes
-    are fitted only to steps without chunks, so that the stepwise times of chunk programs do not distort them."""
+    """Return the coefficients of the linear model.
+
+    If a step with both phases is one program, the decode coefficients are fitted only to steps without chunks, because
+    the stepwise times of the chunk programs would distort them.
+    """
     if not shapes.mixed:
         return _solve(features, times, rows)
     num = len(_PREFILL)
@@ -237,7 +247,7 @@ def _quality(
     held: NDArray[np.bool_],
     rows: NDArray[np.bool_],
 ) -> FitQuality:
-    """Return the quality of a fit on the held-out rows among `rows`; if all were fitted, on all of `rows`."""
+    """Return the fit quality on the held-out rows among `rows`, or on all of `rows` if no row is held out."""
     check = held & rows if (held & rows).any() else rows
     if not check.any():
         return FitQuality(num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0)
@@ -256,11 +266,11 @@ def _quality(
 def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostModel:
     """Fit both models without the held-out points to measure their quality, then fit them to all points.
 
-    If no point of a phase is held out and it has at least eight points, every fourth is held out.
+    If a phase has at least eight points and none of them is marked `held_back`, every fourth point is held out.
 
     Raises:
-        ValueError: a phase has fewer points than the linear model has coefficients. A prefill phase without points is
-            allowed if steps have at most one token and so never hold a chunk.
+        ValueError: a phase has fewer points than the linear model has coefficients. No prefill points are needed if a
+            step has at most one token, because it then never holds a chunk.
     """
     prefill = np.array([p.is_prefill for p in points], np.bool_)
     num_prefill, num_decode = int(prefill.sum()), int((~prefill).sum())

@@ -1,4 +1,4 @@
-"""A description of hardware: step costs of a model on it, and the size of its block pool."""
+"""Hardware descriptions: the step costs of one model on given devices, and the size of the block pool."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ OPTIONAL_COEFFICIENTS = ("convert_per_hidden_token_s", "load_base_s", "load_per_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One model on one kind and number of devices. Times are in seconds, sizes in tokens or blocks."""
+    """Description of one model on a kind and number of devices; times are in seconds, sizes in tokens or blocks."""
 
     name: str
     """Name of the device kind, a value of ``--hardware`` such as ``a100-40gb``."""
@@ -29,7 +29,7 @@ class Hardware:
     max_model_len: int
     """Maximum length of prompt plus output, in tokens."""
     block_size: int
-    """Number of tokens whose keys, or values, fit in a block."""
+    """Number of tokens whose keys (or whose values) fit in a block."""
     num_blocks: int
     """Number of usable blocks of the unified pool. A KV request of n tokens takes 2 * ceil(n / block_size) blocks, a
     hidden request ceil(n / `hidden_block_size`)."""
@@ -37,21 +37,22 @@ class Hardware:
     """Blocks per group of the hidden kind: 1. None: the hidden kind is not offered, because layer inputs are not
     smaller than keys and values (few KV heads) or were not measured."""
     costs: Mapping[str, StepCosts]
-    """Costs by the kind of attention over hidden cache: ``reproject``, ``absorb`` (if exact for the model) or both;
-    only ``kv`` if the hidden kind is not offered. The coefficients of KV requests are equal in all entries."""
+    """Step costs for each kind of attention over hidden cache: ``reproject``, ``absorb`` (only if absorption is exact
+    for the model) or both; only ``kv`` if the hidden kind is not offered. All entries have the same KV coefficients."""
     basis: Mapping[str, str]
-    """Source of the numbers, by number or group of numbers. The entries ``hidden``, ``reproject`` and ``absorb`` give
-    the reason if that kind or attention is missing."""
+    """Source of each number or group of numbers, keyed by its name. The entries ``hidden``, ``reproject`` and
+    ``absorb`` give the reason if that kind or attention is missing."""
     source: str
     """Description of the data behind the numbers, in prose."""
     programs: ProgramCosts | None = None
-    """Step times by compiled program, from the calibration of an executor. The simulator uses them for step times, and
-    policies use `costs`. None: the simulator uses `costs` too."""
+    """Step times by compiled program, from the calibration of an executor. The simulator uses them; policies always use
+    `costs`. None: the simulator uses `costs` too."""
     fit: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """Quality of the fit by fitted part: num_points, r2, worst_relative_error, mean_relative_error. Empty if the costs
-    were not fitted here."""
+    """Quality of each fitted part, keyed by its name: num_points, r2, worst_relative_error, mean_relative_error. Empty
+    if the costs do not come from a fit."""
     hidden_block_size: int | None = None
-    """Number of layer inputs in a block; None: `block_size`, as for multi-head attention of the model's width."""
+    """Number of layer inputs that fit in a block; None: `block_size`, as for multi-head attention of the model's
+    width."""
 
     def __post_init__(self) -> None:
         for name in ("name", "model"):
@@ -94,16 +95,16 @@ class Hardware:
         return self.num_blocks // 2 * self.block_size
 
     def step_costs(self, hidden_attention: Literal["auto", "reproject", "absorb"] = "auto") -> StepCosts:
-        """Return the coefficients for one kind of attention over hidden cache.
+        """Return the step costs for one kind of attention over hidden cache.
 
         If the description lacks the cost of converting layer inputs to keys and values
-        (`StepCosts.convert_per_hidden_token_s`), it is set to the cost per cached token of reprojecting attention,
-        which computes the same keys and values and reads them once where a conversion writes them. If that cost is
-        missing too, the higher cost of computing the token again is used.
+        (`StepCosts.convert_per_hidden_token_s`), the cost per cached token of reprojecting attention is used instead:
+        it covers computing the same keys and values, and reading them once, while a conversion writes them once. If
+        that cost is missing too, the higher cost of computing the token again is used.
 
         Args:
-            hidden_attention: ``auto`` selects absorption if it is described, else reprojection. Without a hidden kind
-                ``auto`` and ``reproject`` return the costs of KV.
+            hidden_attention: ``auto`` selects absorption if it is described, else reprojection. If the model has no
+                hidden kind, both ``auto`` and ``reproject`` return the KV costs.
 
         Raises:
             ConfigError: the attention is not described, or its name is unknown.
@@ -145,7 +146,7 @@ class Hardware:
                 None: the extra time derived from the step costs.
 
         Raises:
-            ConfigError: ``hidden`` is asked for and the model has no hidden kind, or a name is unknown.
+            ConfigError: ``hidden`` is requested but the model has no hidden kind, or a name is unknown.
         """
         if cache not in ("kv", "hidden", "hybrid"):
             raise ConfigError(f"cache={cache!r} must be one of kv, hidden, hybrid (--cache)")

@@ -1,4 +1,4 @@
-"""The cost of a step as policies see it: linear in tokens, contexts and requests."""
+"""Step cost as policies see it: linear in numbers of tokens, cached positions and requests."""
 
 import dataclasses
 
@@ -13,19 +13,19 @@ class StepCosts:
     """Time of a step as a linear model of its contents (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS
     §4.1).
 
-    The coefficients come from a calibration or a hardware description, in seconds; unknown ones are zero. A row decodes
-    if it computes one token over cached positions; otherwise it is a prefill chunk of c tokens over m cached positions.
-    Per phase:
+    The coefficients come from a calibration or a hardware description, in seconds; unknown coefficients are zero. A row
+    decodes if it computes one token over cached positions; otherwise it is a prefill chunk of c tokens over m cached
+    positions. Per phase:
 
         linear   prefill:  base + per_request * chunks + per_token * sum(c)
-                 decode:   base + per_request * requests (a coefficient a kind)
+                 decode:   base + per_request * requests (one coefficient per kind)
         read     prefill:  per_pair * sum(c^2 + 2 m c) + per_kv_prefix * m (or per_hidden_prefix * m)
-                 decode:   per_token * (m + 1), a coefficient a kind
+                 decode:   per_token * (m + 1) (one coefficient per kind)
 
     A step of one phase takes linear + read. In a mixed step the linear layers run once over all tokens, so the step
-    takes both reads plus the larger of the two linear parts, each computed with all tokens. If a mixed step is two
-    programs (`one_program` is False, as on CPUs), it takes the sum of both phases. A prompt of one token counts as a
-    chunk here, although an executor may run it with the decodes.
+    takes both reads plus the larger of the two linear parts, where the prefill part counts each decode row as a token.
+    If a mixed step is two programs (`one_program` is False, as on CPUs), it takes the sum of both phases. A prompt of
+    one token counts as a chunk here, although an executor may run it as a decode.
     """
 
     prefill_base_s: float = 0.0
@@ -44,10 +44,10 @@ class StepCosts:
     decode_per_hidden_token_s: float = 0.0
     """Seconds per cached hidden token read."""
     convert_per_hidden_token_s: float = 0.0
-    """Seconds, once, per cached token whose keys and values are computed from its layer input (`Plan.convert`); the
-    step then counts the row as a KV row. 0: unknown."""
+    """One-time cost in seconds per cached token whose keys and values are computed from its layer input
+    (`Plan.convert`); in that step the row already counts as a KV row. 0: unknown."""
     load_base_s: float = 0.0
-    """Seconds per step that loads blocks from host memory."""
+    """Fixed cost in seconds of a step that loads blocks from host memory."""
     load_per_block_s: float = 0.0
     """Seconds per block loaded from host memory, over all layers. 0: unknown."""
     save_per_block_s: float = 0.0
@@ -107,13 +107,13 @@ class StepCosts:
         return max(linear_s, prefill_s) + read_s
 
     def chunk_s(self, num_tokens: int, start: int, kind: int) -> float:
-        """Return the time that one more prefill chunk adds to a step, in seconds, without the step's base."""
+        """Return the seconds that one more prefill chunk adds to a step, without `prefill_per_request_s`."""
         prefix_s = self.prefill_per_hidden_prefix_s if kind == HIDDEN else self.prefill_per_kv_prefix_s
         pairs = num_tokens * (num_tokens + 2 * start)
         return self.prefill_per_token_s * num_tokens + self.prefill_per_pair_s * pairs + prefix_s * start
 
     def decode_row_s(self, start: int, kind: int) -> float:
-        """Return the time that one more decode row adds to a step, in seconds, without the step's base."""
+        """Return the seconds that one more decode row adds to a step."""
         if kind == HIDDEN:
             return self.decode_per_hidden_request_s + self.decode_per_hidden_token_s * (start + 1)
         return self.decode_per_request_s + self.decode_per_token_s * (start + 1)
@@ -135,7 +135,7 @@ def prefix_step_s(
     start: NDArray[np.int32],
     kind: NDArray[np.int8],
 ) -> NDArray[np.float64]:
-    """Return (n,) `costs.step_s` of the first 1, 2, .. n rows, computed in one pass."""
+    """Return the (n,) results of `costs.step_s` for the first 1, 2, .. n rows, computed in one pass."""
     c, m = num_tokens.astype(np.float64), start.astype(np.float64)
     decode = (num_tokens == 1) & (start > 0)
     chunk = ~decode

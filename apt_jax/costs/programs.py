@@ -1,7 +1,7 @@
-"""Step times of an executor that pads: one compiled program per bucket, attention one tile at a time.
+"""Step times of an executor that pads steps to buckets: one compiled program per bucket, attention tile by tile.
 
 `StepCosts` is linear in tokens, which policies and solvers need. The step time of an executor with few compiled
-programs is a staircase instead: a step of 5 requests takes as long as a step of 8, or nearly so if products skip
+programs is a staircase instead: a step of 5 requests takes as long as a step of 8, or nearly so if matrix products skip
 padding. This model describes the staircase:
 
     step = base of its program + products      per decode row, per token of a chunk
@@ -30,9 +30,9 @@ class ProgramShapes:
     """Shapes that an executor pads steps to."""
 
     decode_buckets: tuple[int, ...]
-    """Numbers of rows of programs for steps without chunks, ascending."""
+    """Numbers of rows of the programs for steps without chunks, ascending."""
     prefill_buckets: tuple[int, ...]
-    """Numbers of tokens of programs for steps with chunks, ascending."""
+    """Numbers of tokens of the programs for steps with chunks, ascending."""
     max_num_seqs: int
     """Maximum number of rows in a step, at most the last of `decode_buckets`."""
     mixed: bool
@@ -47,24 +47,24 @@ class ProgramShapes:
     key_tile: int
     """Number of positions that a tile of chunk tokens reads at a time."""
     by_kind: bool = False
-    """True if steps with chunks run a different program if they have hidden rows, and yet another if chunks attend to
+    """True if a step with chunks runs another program when it has hidden rows, and a third when its chunks attend to
     hidden prefixes."""
     prefix_sizes: tuple[tuple[int, int | None], ...] = ()
     """Sizes of the programs for chunks over hidden prefixes: (tokens, positions of hidden prefixes), sorted by both;
     None: any number of positions. Empty: the sizes are `prefill_buckets`, for any number of positions."""
     prefix_step: int = 1
-    """Multiple to which positions of each hidden prefix are rounded up before a program is chosen."""
+    """Multiple to which the length of each hidden prefix is rounded up before a program is chosen."""
 
     def __post_init__(self) -> None:
         for name in ("decode_buckets", "prefill_buckets"):
             buckets: Sequence[int] = getattr(self, name)
             if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
-                raise ValueError(f"{name}: {list(buckets)} must ascend from at least 1")
+                raise ValueError(f"{name}: {list(buckets)} must be ascending and at least 1")
         if self.prefix_sizes:
             if not self.by_kind:
-                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} are given where by_kind is False")
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must be empty if by_kind is False")
             if not {tokens for tokens, _ in self.prefix_sizes} <= {*self.prefill_buckets}:
-                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must have tokens of prefill_buckets")
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must use sizes from prefill_buckets")
             if self.prefix_sizes[-1] != (self.prefill_buckets[-1], None):
                 raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must end with a size that holds every step")
         if not 1 <= self.max_num_seqs <= self.decode_buckets[-1]:
@@ -74,7 +74,7 @@ class ProgramShapes:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
 
     def programs(self) -> list[tuple[int, int]]:
-        """Return (decode rows, prefill tokens) of every program, without regard to cache kinds."""
+        """Return (decode rows, prefill tokens) of every program, regardless of cache kinds."""
         return [program for family in self.families() for program in family]
 
     def families(self) -> list[list[tuple[int, int]]]:
@@ -101,15 +101,21 @@ class ProgramShapes:
         return {program: i for i, program in enumerate(self.programs())}
 
     def hidden_prefix(self, start: NDArray[np.int32]) -> int:
-        """Return the padded total of hidden prefix positions, which a program must be able to hold; `start`: cached
-        positions of the hidden chunks."""
+        """Return the number of hidden prefix positions, with padding, that a program must hold.
+
+        Args:
+            start: (n,) cached positions of each chunk of the hidden kind.
+        """
         return int((-(-start // self.prefix_step)).sum()) * self.prefix_step
 
     def programs_of(
         self, num_decode: int, num_chunk_tokens: int, hidden_prefix: int = 0
     ) -> tuple[list[tuple[int, int]], int | None]:
-        """Return the sizes of the programs that a step runs, and the hidden prefix positions that they hold; None: any
-        number.
+        """Choose the programs that a step runs.
+
+        Returns:
+            The (decode rows, tokens) of each program, and the number of hidden prefix positions that they can hold;
+            None: any number.
 
         Raises:
             ValueError: no program is large enough.
@@ -128,7 +134,7 @@ class ProgramShapes:
     def features(
         self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]
     ) -> NDArray[np.float64]:
-        """Return the features of a step, (num_coefficients,). Arguments: see `StepCosts.step_s`; at least one row."""
+        """Return the (num_coefficients,) features of a step with at least one row; see `StepCosts.step_s`."""
         decode, hidden = num_tokens == 1, kind == HIDDEN
         chunk = ~decode
         num_decode = int(np.count_nonzero(decode))
@@ -147,7 +153,7 @@ class ProgramShapes:
             self._chunk_parts(used[-1][1], num_tokens[chunk], start[chunk], hidden[chunk], parts)
             if self.by_kind and hidden.any():
                 of_kinds[1 if num_decode else 0] = 1.0
-                if prefix:  # a larger size takes longer than each smaller size
+                if prefix:  # cumulative: a larger size takes at least as long as each smaller size
                     of_kinds[len(_OF_KINDS) : len(_OF_KINDS) + self._rooms.index(room) + 1] = 1.0
         return out
 
@@ -159,9 +165,9 @@ class ProgramShapes:
         hidden: NDArray[np.bool_],
         parts: NDArray[np.float64],
     ) -> None:
-        """Write the numbers of tiles in which chunks attend to themselves and to their prefixes into `parts`."""
+        """Write the number of chunks and of their attention tiles, over own tokens and over prefixes, into `parts`."""
         query, key = min(self.query_tile, padded_tokens), min(self.key_tile, padded_tokens)
-        # Tile i of the queries meets the keys of tokens 0 to (i + 1) * query.
+        # Tile i of the queries attends to tokens 0 to (i + 1) * query.
         full, rest = np.divmod(tokens, query)
         own = full * (full + 1) / 2 * (query / key) + (rest > 0) * np.ceil(tokens / key)
         parts[_CHUNKS] = tokens.size
@@ -181,7 +187,7 @@ class ProgramShapes:
         parts: NDArray[np.float64],
     ) -> None:
         """Write the numbers of tiles of decode rows into `parts`. Rows are sorted by kind, KV first, then by length;
-        each tile reads up to its longest context."""
+        each tile reads as many positions as its longest context has."""
         rows = min(num_rows, self.rows_per_tile)
         order = np.lexsort((-lens, kind))
         lens, kind = lens[order], kind[order]
@@ -212,7 +218,7 @@ rows."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramCosts:
-    """Step times by compiled program: coefficients in seconds, in the order of `shapes.feature_names()`."""
+    """Step times by compiled program; `coefficients` are in seconds, in the order of `shapes.feature_names()`."""
 
     shapes: ProgramShapes
     coefficients: tuple[float, ...]
@@ -237,7 +243,7 @@ class ProgramCosts:
 
     def step_s(self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]) -> float:
         """Return the predicted time of one step, in seconds; see `StepCosts.step_s`. Raises ValueError if the step
-        exceeds the buckets."""
+        exceeds the largest bucket."""
         if num_tokens.size == 0:
             return 0.0
         return float(self.shapes.features(num_tokens, start, kind) @ self._vector)
@@ -251,4 +257,4 @@ def _bucket(buckets: Sequence[int], size: int) -> int:
     place = bisect.bisect_left(buckets, size)
     if place < len(buckets):
         return buckets[place]
-    raise ValueError(f"{size} rows or tokens in a step; measured up to {buckets[-1]}")
+    raise ValueError(f"a step has {size} rows or tokens, but programs were measured only up to {buckets[-1]}")

@@ -1,1 +1,1 @@
-"""CPU kernels in C++, compiled on the machine that they run on."""
+"""CPU kernels in C++, compiled on the machine on which they run."""

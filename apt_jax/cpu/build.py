@@ -75,12 +75,12 @@ _TRY_AGAIN_S = 86400.0
 """Time after which a failed build is tried again, seconds."""
 
 _begun: "dict[str, concurrent.futures.Future[bytes | None]]" = {}
-"""Builds started by `begin`, by name of the library, with the results of `_make`."""
+"""Builds started by `begin`, keyed by library name; their results are those of `_make`."""
 
 
 def begin() -> None:
     """Compile missing kernels for this machine in a thread, because this takes as long as the rest of a first start."""
-    # Other platforms need a plugin package; if there is one, the platform is unknown before JAX starts.
+    # Other platforms need a plugin package; if one is installed, the platform is not known before JAX starts.
     plugins = ("jax_plugins", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
     if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu" or any(map(importlib.util.find_spec, plugins)):
         return
@@ -108,7 +108,7 @@ def is_compiling() -> bool:
 
 
 def wait() -> None:
-    """Wait until the builds started by `begin` have finished; `load` reports their result."""
+    """Wait until the builds started by `begin` have finished; `load` raises their errors."""
     concurrent.futures.wait(list(_begun.values()))
 
 
@@ -142,7 +142,7 @@ def _failed_path(directory: Path, name: str) -> Path:
 
 
 def _identity(compiler: list[str]) -> list[object]:
-    """Return path and modification time of the compiler's file, which change when another version is installed."""
+    """Return path and modification time of the compiler, which change when another version is installed."""
     path = os.path.realpath(shutil.which(compiler[0]) or compiler[0])
     try:
         return [path, os.stat(path).st_mtime_ns]
@@ -185,7 +185,7 @@ def _repeated(reason: str, path: Path, left_s: float) -> KernelBuildError:
 
 @contextlib.contextmanager
 def _alone(directory: Path | None) -> Iterator[None]:
-    """Wait until no other process compiles for this directory: running in parallel would not be faster."""
+    """Wait until no other process compiles for this directory, because compiling in parallel would not be faster."""
     if directory is None:
         yield
         return
@@ -204,12 +204,12 @@ def _kept(path: Path) -> ctypes.CDLL | None:
     descriptor = open_private(path)
     if descriptor is None:
         return None
-    # Loaded through the descriptor, so that it is the file that was verified. The descriptor stays open, because the
-    # loader identifies libraries by name, and another library must not get the same number.
+    # Load the library through the descriptor, so that the loaded file is the verified file. The descriptor stays open,
+    # because the loader identifies libraries by name, and another library must not get the same descriptor.
     name = f"/proc/self/fd/{descriptor}"
     try:
         library = ctypes.CDLL(name if os.path.exists(name) else str(path))
-    except OSError as error:  # complete, but for example built for another C library
+    except OSError as error:  # complete, but built, for example, for another C library
         logger.warning("%s: removed, because it cannot be loaded (%s)", path, error)
         os.close(descriptor)
         path.unlink(missing_ok=True)
@@ -231,7 +231,7 @@ def _library() -> ctypes.CDLL:
         made = _make(compiler, directory, name) if begun is None else begun.result()
     if directory is not None and (library := _kept(directory / name)) is not None:
         return library
-    if made is None:  # the library from another process was damaged and has been removed
+    if made is None:  # the library made by another process was damaged and has been removed
         made = compile_library(compiler)
     with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
         path = Path(own) / name
@@ -240,7 +240,7 @@ def _library() -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
         except OSError as error:
             reason = f"cannot load {path}: {one_line(str(error))}"
-            if error.errno is not None or directory is None:  # it cannot be written
+            if error.errno is not None or directory is None:  # the library cannot be written
                 raise KernelBuildError(reason) from None
             raise _noted(LastingBuildError(reason), compiler, directory, name) from None
 
@@ -273,7 +273,7 @@ class OperationTime:
 
 
 def take_times() -> dict[str, OperationTime]:
-    """Return the times of the kernels' operations since the last call of `take_times`, by name.
+    """Return the times of the kernels' operations since the last call of this function, keyed by operation.
 
     Raises:
         KernelBuildError: the kernels were not compiled with ``-DAPT_TIMES`` in $APT_JAX_KERNEL_FLAGS.

@@ -45,7 +45,7 @@ os.killpg(0, signal.SIGKILL)
 """
 """Program that kills its process group when its standard input is closed, that is, when the parent process exits."""
 _PASSING = ("No space left", "No such file", "not found", "not find")
-"""Texts in a compiler's error that suggest a temporary cause: the same command may succeed later."""
+"""Strings in a compiler's error message that suggest a temporary cause: the same command may succeed later."""
 
 
 class KernelBuildError(Exception):
@@ -57,7 +57,8 @@ class LastingBuildError(KernelBuildError):
 
 
 class _Compilers:
-    """The running compilers and their progress, measured in processor time, which does not depend on other load."""
+    """The running compilers and their progress, measured in processor time, because that does not depend on other
+    load."""
 
     def __init__(self) -> None:
         self._started_s: float | None = None
@@ -123,7 +124,8 @@ def _needed_cpu_s() -> float:
 
 
 def _flags() -> list[str]:
-    """Return the compiler's flags; $APT_JAX_KERNEL_FLAGS, such as `-march=x86-64-v3` or a sanitizer, come last."""
+    """Return the compiler's flags, with $APT_JAX_KERNEL_FLAGS, such as `-march=x86-64-v3` or a sanitizer, at the
+    end."""
     return [*_FLAGS, *shlex.split(os.environ.get("APT_JAX_KERNEL_FLAGS", ""))]
 
 
@@ -157,7 +159,7 @@ def library_name(compiler: Sequence[str]) -> str:
 
 
 def _include_dir() -> str:
-    """Return the directory with the headers of XLA's FFI; `jax.ffi.include_dir` would import JAX."""
+    """Return the directory with the headers of XLA's FFI, without importing JAX, unlike `jax.ffi.include_dir`."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
         raise KernelBuildError("jaxlib is not installed")
@@ -172,7 +174,7 @@ def compile_library(compiler: Sequence[str]) -> bytes:
         LastingBuildError: the compilation fails, and would fail again.
     """
     start, used_s = time.perf_counter(), _reaped_cpu_s()
-    # A warning, because nothing else is logged for that long.
+    # At level warning, because nothing else is logged while the compilers run.
     logger.warning(
         "compiling the CPU kernels, once: %.0f s of processor time; --attention-backend xla does not need them",
         _needed_cpu_s(),
@@ -182,7 +184,7 @@ def compile_library(compiler: Sequence[str]) -> bytes:
     try:
         with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
             target = Path(own) / "kernels.so"
-            if "-DAPT_TIMES" in flags:  # one list of times, so one part
+            if "-DAPT_TIMES" in flags:  # there must be only one list of times, so only one part
                 _run([[*compiler, *flags, "-shared", str(_SOURCE), "-o", str(target)]])
             else:
                 objects = [Path(own) / f"part{number}.o" for number in range(1, _NUM_PARTS + 1)]
@@ -239,7 +241,7 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     except subprocess.TimeoutExpired:
         raise LastingBuildError(f"{commands[0][0]} took more than {_LIMIT_S} s") from None
     finally:
-        os.killpg(watcher.pid, signal.SIGKILL)  # also what the compilers have started
+        os.killpg(watcher.pid, signal.SIGKILL)  # kills the child processes of the compilers too
         for process in (*processes, watcher):
             process.communicate()
 

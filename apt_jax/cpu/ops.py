@@ -32,8 +32,8 @@ def dense(
     dtype: Any = jnp.float32,
     live: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T O"]:
-    """See `linear.dense`. The kernel multiplies matrices in tiles. With `live` it computes only the first `live` rows,
-    and the others are zeros."""
+    """See `linear.dense`. The kernel is used for matrices in tiles. With `live` it computes only the first `live` rows;
+    the other rows are zeros."""
     if not isinstance(w, TiledMatrix | IntegerTiles):
         return linear.dense(x, w, scale, bias=bias, activation=activation, dtype=dtype)
     if activation not in _ACTIVATIONS or dtype not in _DTYPES:
@@ -88,7 +88,7 @@ def gated(
     *,
     live: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T F"]:
-    """Compute `activate(x @ gate.T) * (x @ up.T)` in the dtype of `x`, with gate and up the halves of `w` (2 F, I)."""
+    """Compute `activate(x @ gate.T) * (x @ up.T)` in the dtype of `x`; the rows of `w` (2 F, I) are gate, then up."""
     width = w.shape[0] // 2
     if isinstance(w, TiledMatrix | IntegerTiles) and width % 16 == 0 and activation in _ACTIVATIONS:
         x, values, scale = _product(x, w)
@@ -106,9 +106,9 @@ def head_products(
     rows: tuple[Array, Array] | None = None,
     dtype: Any = jnp.float32,
 ) -> Array:
-    """See `linear.head_products`. The kernel is used for even lanes, unless bfloat16 products have matrix tiles; it
-    computes only the rows in `rows`."""
-    # XLA uses matrix tiles, which are faster for bfloat16.
+    """See `linear.head_products`. The kernel is used if the head width is even, except for bfloat16 on machines with
+    matrix tiles; it computes only the rows in `rows`."""
+    # XLA uses the matrix tiles, which are faster for bfloat16.
     if w.dtype not in _DTYPES or w.shape[1] % 2 or (w.dtype == jnp.bfloat16 and build.has_tiles()):
         return linear.head_products(x, w, onto_inputs=onto_inputs, rows=rows, dtype=dtype)
     width, result = (w.shape[2], w.dtype) if onto_inputs else (w.shape[1], jnp.float32)
@@ -153,8 +153,8 @@ def split_qkv(
     *,
     live: Int32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T Q"], Float[Array, "T KH"], Float[Array, "T KH"]]:
-    """Split one product into q, k and v, flat, in `dtype`. q and k are rotated; non-finite values of k and v become
-    zero."""
+    """Split one product into q, k and v, with flattened heads, in `dtype`. q and k are rotated; non-finite values of k
+    and v become zero."""
     rows, queries = sums.shape[0], num_heads * head_dim
     keys = (sums.shape[1] - queries) // 2
     out = tuple(jax.ShapeDtypeStruct((rows, width), dtype) for width in (queries, keys, keys))
@@ -171,7 +171,8 @@ def add_low_rank(
     parts: Sequence[tuple[LowRank | None, int]],
     index: Int32[Array, " T"],
 ) -> Float[Array, "T O"]:
-    """See `low_rank.add_low_rank`. Rows of one adapter are computed together; rows without an adapter cost nothing."""
+    """See `low_rank.add_low_rank`. Rows with the same adapter are computed together; rows without an adapter cost
+    nothing."""
     given = [part for part, _ in parts if part is not None]
     dtype = given[0].a.dtype
     if len(parts) > 3 or dtype not in _DTYPES or given[0].a.shape[1] > _MOST_RANK:
@@ -185,7 +186,7 @@ def add_low_rank(
 
 
 def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
-    """See `reference.decode_kv`; rows outside the call's range give zeros without work."""
+    """See `reference.decode_kv`; rows outside the call's row range give zeros and cost nothing."""
     if call.pool.dtype not in _DTYPES:
         return xla_decode.decode_kv(q, call)
     return _decode("apt_decode_kv", jnp.float32, q, call)
@@ -212,7 +213,7 @@ def _decode(target: str, dtype: Any, q: Array, call: DecodeCall) -> Array:
 
 
 def _optional(slot_ranges: Array | None, rules: LogitModifiers | None) -> tuple[Array, Array]:
-    """Return slot ranges and ALiBi's slopes, with empty arrays for None."""
+    """Return slot ranges and ALiBi slopes, with empty arrays for None."""
     return (
         jnp.zeros((0, 0, 2), jnp.int32) if slot_ranges is None else slot_ranges,
         _or_empty(None if rules is None else rules.slopes),
@@ -231,7 +232,7 @@ def _attributes(block_size: int, rules: LogitModifiers | None) -> dict[str, Any]
 def prefill(
     q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
-    """See `reference.prefill`. The kernel is used unless a row has a hidden prefix, then XLA."""
+    """See `reference.prefill`. If a row has a hidden prefix, XLA computes all rows; otherwise the kernel does."""
 
     def of_xla() -> Array:
         return xla_prefill.prefill(q, k, v, call)
@@ -258,14 +259,14 @@ def prefill(
 
 
 def _are_tiles(matrices: tuple[Any, ...]) -> bool:
-    """Return True if all matrices are in tiles of one type and dtype."""
+    """Return True if all matrices are in tiles of the same type and dtype."""
     tiled = any(all(isinstance(w, kind) for w in matrices) for kind in (TiledMatrix, IntegerTiles))
     return tiled and len({w.values.dtype for w in matrices}) == 1
 
 
 def takes_layer(layer: PreNormLayer, dtype: Any, pool_dtype: Any) -> bool:
     """Return True if `decode_layer` supports the layer for rows in `dtype` and a pool in `pool_dtype`. Among other
-    conditions, the two must be equal, and all weights must be in tiles of one type and dtype."""
+    conditions, the two dtypes must be equal, and all weights must be in tiles of the same type and dtype."""
     if dtype != pool_dtype:
         return False
     matrices = (layer.wqkv, layer.wo, layer.w_up, layer.w_down)
@@ -291,12 +292,12 @@ def decode_layer(
     rules: LogitModifiers | None,
     block_size: int,
 ) -> tuple[Float[Array, "B D"], Float[Array, "P C E"]]:
-    """Compute a layer for decode rows of the KV kind in one call. Returns the residual stream after the layer, and the
-    pool with the rows' keys and values. `takes_layer` must be true for the layer.
+    """Compute a layer for decode rows of the KV kind in one call; return the residual stream after the layer, and the
+    pool with the rows' new keys and values. `takes_layer` must be True for the layer.
 
     Args:
         h: residual stream before the layer, float32.
-        slots: slots of the rows' keys and of their values in the pool.
+        slots: slots in the pool for the rows' keys, and for their values.
         live: number of rows to compute; later rows keep their `h`.
     """
     dtype = pool.dtype

@@ -1,8 +1,8 @@
 """The join key: a secret shared by all ranks of a replica, read from --join-key-file.
 
-Each side proves that it has the key by an HMAC over its role and a random nonce from each side, before it sends
-anything else. The key itself is never sent and never logged. Without a key, which is possible only on one machine, both
-proofs are empty.
+Each side proves that it has the key with an HMAC of its role and a random nonce from each side, before it sends
+anything else. The key itself is never sent and never logged. Without a key, which is allowed only if all ranks are on
+one machine, both proofs are empty.
 """
 
 import hmac
@@ -57,7 +57,7 @@ class JoinKey:
         return cls(key)
 
     def mac(self, role: bytes, nonces: bytes) -> bytes:
-        """Return the proof that the holder of this role has the key."""
+        """Return the proof that the side with this role has the key."""
         return hmac.digest(self._key, role + b"\0" + nonces, "sha256")
 
 
@@ -66,7 +66,7 @@ def _mac(key: JoinKey | None, role: bytes, nonces: bytes) -> bytes:
 
 
 def check_rank(stream: "Stream", key: JoinKey | None) -> None:
-    """Require the other end to prove that it has rank 0's key, then prove the same to it.
+    """Require the other end to prove that it has rank 0's key, then prove to it that rank 0 has the key.
 
     Raises:
         RejectedError: the other end does not have the key.

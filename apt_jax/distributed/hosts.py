@@ -1,15 +1,15 @@
 """One replica over several hosts: rank 0 schedules and serves, and the other ranks run the same programs.
 
-JAX joins the devices of the processes into one mesh and requires all processes to call the same programs in the same
-order with the same integers. Rank 0 therefore sends every call (`Plan`: a program and its integer arguments) on a
-stream to each other rank before making it. Only rank 0 allocates blocks; cache, block tables and tokens are on every
-rank's devices, and only changes of the tables are sent.
+JAX joins the devices of all processes into one mesh and requires all processes to call the same programs in the same
+order with the same integer arguments. Rank 0 therefore sends every call (`Plan`: a program and its integer arguments)
+on a stream to each other rank before it makes the call itself. Only rank 0 allocates blocks; cache, block tables and
+tokens are on every rank's devices, and only changes of the tables are sent.
 
 1. Ranks connect to ``--master-addr``, ``--master-port`` (`rendezvous.join`; JAX uses the next port).
 2. Each rank proves that it has the join key, then its settings are compared with rank 0's, before anything is loaded.
 3. Rank 0 announces program calls, and the other ranks run them (`worker.follow`).
-4. If a rank is lost, the replica stops: every remaining rank reports it and exits. Before all ranks have joined, the
-   place of a lost rank becomes free again.
+4. If a rank is lost, the replica stops: every remaining rank reports the loss and exits. If it is lost before all ranks
+   have joined, its place becomes free again.
 """
 
 import abc
@@ -42,9 +42,9 @@ _WARN_EVERY_S = 1.0
 def end_process(code: int, reason: str | None = None) -> None:
     """Exit this process immediately; nothing else in the package does so.
 
-    Called when an ordinary exit is not possible: a rank is lost before `Hosts.on_lost` is set, or rank 0 has stopped
+    Called when an ordinary exit is not possible: a rank was lost before `Hosts.on_lost` was set, or rank 0 has stopped
     while this rank loads its model. Other threads may then be stuck in a collective or a compilation, which exceptions
-    do not interrupt.
+    cannot interrupt.
     """
     sys.stdout.flush()
     if reason is not None:
@@ -56,7 +56,8 @@ class Hosts(abc.ABC):
     """Streams of this rank to other ranks.
 
     Attributes:
-        on_lost: function called once, in a thread, with a line about the lost rank; by default it exits the process.
+        on_lost: function called once, in a thread, with a one-line message about the lost rank; by default it exits the
+            process.
     """
 
     def __init__(self, own_name: str) -> None:
@@ -91,7 +92,7 @@ class Hosts(abc.ABC):
             stream.send(**kind)
 
     def _end_streams(self) -> None:
-        """Finish this rank's side of the streams, and wait briefly until everything has arrived."""
+        """Finish this rank's side of the streams, and wait briefly for everything to arrive."""
         streams = self._streams.values()
         for stream in streams:
             stream.finish()
@@ -102,7 +103,7 @@ class Hosts(abc.ABC):
         """Stop the replica because a rank is lost.
 
         Args:
-            told: kind of the message with which the rank announced that it stops; None: it sent no message.
+            told: kind of the message in which the rank announced that it is stopping; None: it sent no such message.
         """
         del told
         if self._closing or not self._losing.acquire(blocking=False):
@@ -134,7 +135,7 @@ class Leader(Hosts):
     """Rank 0's streams to the other ranks.
 
     Attributes:
-        on_drain: function called in a thread when another rank was asked to stop.
+        on_drain: function called in a thread when another rank has been asked to stop.
     """
 
     def __init__(self, ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None = None) -> None:
@@ -172,7 +173,7 @@ class Leader(Hosts):
         self._tell(welcome={})
 
     def admit(self, stream: "Stream") -> None:
-        """Accept a stream, and listen to it in this thread if it belongs to a rank."""
+        """Check a new stream, and listen to it in this thread if it belongs to a rank that may join."""
         from apt_jax.distributed.transport import HELLO_S, StreamError
 
         address = stream.name
@@ -210,7 +211,7 @@ class Leader(Hosts):
                 return
         super()._lose(rank, reason, told)
 
-    # --- from then on
+    # --- after all have joined
 
     def announce(self, plan: Plan) -> None:
         """Send a program call to the other ranks; must be called right before rank 0 runs it.
@@ -269,7 +270,7 @@ class Follower(Hosts):
         self._welcome.put(HostError(reason))
 
     def ask_to_drain(self) -> None:
-        """Notify rank 0 that this rank was asked to stop."""
+        """Notify rank 0 that this rank has been asked to stop."""
         self._tell(drain={})
 
     def plans(self) -> Iterator[Plan]:
@@ -286,7 +287,7 @@ class Follower(Hosts):
             self._welcome.put(None)
         elif kind == "end":
             self._closing = True
-            if not self._follows:  # rank 0 was stopped while this rank loads its model
+            if not self._follows:  # rank 0 has stopped while this rank loads its model
                 end_process(0)
             self._plans.put(None)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from apt_jax.distributed.protos import ranks_pb2 as pb
 
 _LARGE = 1 << 16
-"""Number of elements above which arrays are sent without all-zero pieces, because a large step can be mostly
+"""Number of elements above which arrays are sent without their all-zero pieces, because a large step can be mostly
 padding."""
 _PIECE = 1 << 10
 
@@ -47,7 +47,7 @@ class Plan:
 
     @classmethod
     def from_message(cls, call: "pb.ProgramCall") -> "Plan":
-        """Return the plan in a received message."""
+        """Return the plan contained in a received message."""
         static = json.loads(call.static_json)
         return cls(
             program=call.program,

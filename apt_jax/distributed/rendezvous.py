@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
 _OPEN_STREAMS_S = 1e9
-"""Seconds that streams may stay open after rank 0 has stopped listening; in effect no limit."""
+"""Seconds for which streams may stay open after rank 0 has stopped listening; in effect unlimited."""
 
 
 def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel) -> Leader | Follower:
@@ -30,7 +30,7 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
     device.
 
     Raises:
-        ConfigError: this rank's own flags are wrong: no join key, an address that is not its own, a port in use.
+        ConfigError: this rank's flags are wrong: no join key, an address of another host, or a port in use.
         HostError: a rank did not join, was lost, or has different flags, another model or another version; all ranks
             that joined raise it. If join keys differ, only the rank with the wrong key raises it.
     """
@@ -48,14 +48,14 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
         hosts.meet()
     import jax
 
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
+    jax.config.update("jax_enable_preemption_service", False)  # the service would handle SIGTERM instead of us
     with hosts.propagate_errors():
         try:
             jax.distributed.initialize(
                 f"{ours.master_addr}:{ours.master_port + 1}",
                 ours.nnodes,
                 ours.node_rank,
-                cluster_detection_method="deactivate",  # a process has all devices of its host
+                cluster_detection_method="deactivate",  # each process has all devices of its host
                 initialization_timeout=60,
                 heartbeat_timeout_seconds=int(2 * transport.SILENCE_S),
                 coordinator_bind_address=f"{ours.master_addr}:{ours.master_port + 1}",
@@ -83,8 +83,8 @@ def lead(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None)
         "rank 0 waits at %s:%d for %s", ours.master_addr, ours.master_port, counted(ours.nnodes - 1, "other rank")
     )
     leader.meet(lambda: server.stop(0))
-    # gRPC starts a thread that ends the streams at last. It is a daemon, which does not delay the exit of the process,
-    # only if it is started by a daemon.
+    # gRPC starts a thread that finally ends the streams. It is a daemon thread, which does not delay the exit of the
+    # process, only if a daemon thread starts it.
     stopping = threading.Thread(target=server.stop, args=(_OPEN_STREAMS_S,), daemon=True)
     stopping.start()
     stopping.join()
@@ -115,7 +115,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def connect(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None) -> Follower:
-    """Connect to rank 0, as another rank, and introduce this rank. Raises: see `join`."""
+    """Connect to rank 0 from another rank, and introduce that rank. Raises: see `join`."""
     from apt_jax.distributed import transport
 
     name = f"rank 0 at {ours.master_addr}:{ours.master_port}"
@@ -127,7 +127,7 @@ def connect(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | No
             if time.monotonic() > until_s:
                 raise HostError(
                     f"rank {ours.node_rank} cannot reach {name} within {ours.join_timeout_s:g} s: "
-                    f"{error.strerror or error}; is it started? (--master-addr, --master-port, --set join_timeout)"
+                    f"{error.strerror or error}; has it been started? (--master-addr, --master-port, --set join_timeout)"
                 ) from None
             time.sleep(0.5)
             continue

@@ -1,4 +1,4 @@
-"""Settings that must be equal on all ranks of a replica, compared before anything is loaded."""
+"""Settings that must be equal on all ranks of a replica; they are compared before anything is loaded."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ _NOT_COMPARED = {
     "reasoning_parser",
     "parallel.node_rank", "parallel.join_timeout_s", "parallel.master_addr", "parallel.join_key_file",
 }  # fmt: skip
-"""Settings in which ranks may differ: paths, names, and settings of each rank."""
+"""Settings in which ranks may differ: paths, names, and settings that are specific to a rank."""
 
 
 class StoredModel(Protocol):
@@ -31,7 +31,7 @@ class StoredModel(Protocol):
 
 
 def settings_of(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel) -> dict[str, str]:
-    """Return all settings that must be equal on all ranks, by name."""
+    """Return all settings that must be equal on all ranks, keyed by name."""
 
     def flat(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
         for key, item in value.items():
@@ -53,7 +53,7 @@ def settings_of(config: EngineConfig, model: "DataclassInstance", resolved: Stor
 def fingerprint(path: Path) -> str:
     """Return a digest of a model's weights: sizes of the files, and a few bytes from the middle of each.
 
-    Orbax checkpoints are identified by their orbax.json, because their files have different names on every machine.
+    Orbax checkpoints are identified by their orbax.json, because the names of their files differ between machines.
     """
     files = (
         [path]
@@ -70,7 +70,8 @@ def fingerprint(path: Path) -> str:
 
 
 def difference(rank: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
-    """Return a line about the first difference between a rank's settings and rank 0's; None: they are equal."""
+    """Return a one-line message about the first difference between a rank's settings and rank 0's; None: they are
+    equal."""
     for name in {**ours, **theirs}:
         a, b = ours.get(name), theirs.get(name)
         if a == b:

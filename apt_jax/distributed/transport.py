@@ -1,12 +1,12 @@
 """Streams between ranks: one bidirectional gRPC call for each rank other than 0, opened at rank 0's --master-port.
 
-gRPC keeps the order of messages, and its keepalive detects a peer that no longer answers: a process that exits is
-detected at once, a host that vanishes or a process that hangs after `SILENCE_S`. Messages are defined in
-protos/ranks.proto. Needs grpcio and protobuf (the extra `serve`); the module is imported only when ranks connect.
+gRPC keeps the order of messages, and its keepalive detects a peer that no longer answers: the exit of a process is
+detected at once, the loss of a host or a hung process after `SILENCE_S`. Messages are defined in protos/ranks.proto.
+Needs grpcio and protobuf (the extra `serve`); the module is imported only when ranks connect.
 
-The resources that strangers can use through the port are limited: at most `MAX_HELLOS` streams that have not joined,
-one per connection, with at most `MAX_FROM_RANK` bytes per message. A connection without a stream is closed after
-`HELLO_S`.
+The resources that unauthenticated peers can use through the port are limited: there are at most `MAX_HELLOS` streams
+that have not joined, one per connection, and a message has at most `MAX_FROM_RANK` bytes. A connection without a stream
+is closed after `HELLO_S`.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Ranks"].full_name
 
 
 class StreamError(Exception):
-    """The other end of a stream has disconnected, or is not a rank of apt-jax; the text continues a sentence that
-    begins with the name of that end.
+    """The other end of a stream has disconnected, or is not a rank of apt-jax. The message has no subject, because
+    callers put the name of that end before it.
 
     Attributes:
         is_busy: True if rank 0 already has `MAX_HELLOS` other streams that have not joined.
@@ -56,11 +56,11 @@ class Stream:
         receives: type of the messages that the other end sends.
 
     Attributes:
-        when_ended: text about the other end once the stream has ended; continues a sentence that begins with its name.
+        when_ended: text that follows the name of the other end in messages, once the stream has ended.
     """
 
     def __init__(self, name: str, sends: Any, receives: Any) -> None:
-        self.name, self.when_ended = name, "has ended"
+        self.name, self.when_ended = name, "has disconnected"
         self._sends, self._receives = sends, receives
         self._incoming: Iterator[bytes] = iter(())
         self._transmit: Callable[[bytes | None], object] = lambda data: None
@@ -77,7 +77,8 @@ class Stream:
             self._done.set()
 
     def send(self, **kind: Any) -> None:
-        """Send a message of one kind, given by its fields; does nothing if the other end has disconnected."""
+        """Send a message, given as its kind and fields (`hello={...}`); do nothing if the other end has
+        disconnected."""
         with contextlib.suppress(StreamError):
             self.send_encoded(self._sends(**kind).SerializeToString())
 
@@ -144,7 +145,7 @@ class Stream:
                 self._transmit(None)
 
     def close(self) -> None:
-        """Finish, wait briefly until everything has arrived, and cancel the stream if it is still open."""
+        """Finish this end, wait briefly for everything to arrive, and cancel the stream if it is still open."""
         self.finish()
         if not self._done.wait(_CLOSE_S):
             self._cancel()
@@ -154,7 +155,7 @@ def _options(*more: tuple[str, int | str]) -> list[tuple[str, int | str]]:
     half_ms = int(SILENCE_S * 500)
     return [
         ("grpc.keepalive_time_ms", half_ms),  # a silent connection is probed after this time,
-        ("grpc.keepalive_timeout_ms", half_ms),  # and cut this much later,
+        ("grpc.keepalive_timeout_ms", half_ms),  # and closed after this much longer,
         ("grpc.http2.ping_timeout_ms", half_ms),  # even if the peer's kernel still acknowledges
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),  # no limit
@@ -176,7 +177,7 @@ def connect(host: str, port: int, name: str) -> tuple[Stream, Callable[[], None]
             ("grpc.enable_http_proxy", 0),
             ("grpc.enable_retries", 0),
             ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.min_reconnect_backoff_ms", int(HELLO_S * 1e3)),  # also the time that connecting may take
+            ("grpc.min_reconnect_backoff_ms", int(HELLO_S * 1e3)),  # also the time limit for connecting
         ),
     )
     stream = Stream(name, pb.FromRank, pb.FromLeader)
@@ -202,15 +203,15 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
         stream = Stream(_address(context.peer()), pb.FromLeader, pb.FromRank)
         stream.attach(context, incoming, send_response_callback)
         stream.when_ended = (
-            f"has not answered for {SILENCE_S:g} s or has ended"  # gRPC servers cannot distinguish these
+            f"has not answered for {SILENCE_S:g} s or has disconnected"  # gRPC servers cannot distinguish these
         )
         try:
             admit(stream)
         finally:
             stream.close()
 
-    # As in grpcio-health-checking: the calling thread then sends responses, instead of an iterator in another thread,
-    # which would wait for the interpreter's lock while the engine runs.
+    # As in grpcio-health-checking: the thread that calls `send` then sends the responses itself. Otherwise another
+    # thread would iterate over them, and would wait for the interpreter's lock while the engine runs.
     join.experimental_non_blocking = True  # type: ignore[attr-defined]
     most = num_ranks + MAX_HELLOS
     server = grpc.server(
@@ -233,7 +234,7 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
 
 
 class _DaemonThreads(futures.Executor):
-    """Executor with a daemon thread for each call; the server limits their number."""
+    """Executor that runs each call in a new daemon thread; the server limits the number of calls."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
@@ -249,10 +250,10 @@ class _DaemonThreads(futures.Executor):
 
 
 def join_host_port(host: str, port: int) -> str:
-    """Return the address in gRPC's format."""
+    """Return host and port as an address in gRPC's format."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _address(peer: str) -> str:
-    """Return the address in gRPC's name of a peer, such as ``ipv4:10.0.0.2:41234``."""
+    """Return the address contained in gRPC's name of a peer, such as ``ipv4:10.0.0.2:41234``."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")

@@ -14,14 +14,14 @@ class StepError(AptJaxError):
 
 
 class PlanRunner(Protocol):
-    """The part of `JaxExecutor` used here."""
+    """The part of `JaxExecutor` that is used here."""
 
     def run_plan(self, plan: Plan) -> Any:
-        """Make the program call that rank 0 announced."""
+        """Make a program call that rank 0 has announced."""
 
 
 def follow(executor: PlanRunner, follower: Follower) -> None:
-    """Run the steps of rank 0 until it stops. Raises `StepError` if a step failed."""
+    """Make the program calls of rank 0 until it stops. Raises `StepError` if one fails."""
     import jax
 
     flying: collections.deque[Any] = collections.deque()
@@ -29,8 +29,8 @@ def follow(executor: PlanRunner, follower: Follower) -> None:
         try:
             for plan in follower.plans():
                 flying.append(executor.run_plan(plan))
-                if len(flying) > 2:  # to notice a step that failed
+                if len(flying) > 2:  # to notice failed steps
                     jax.block_until_ready(flying.popleft())
         except Exception as error:
-            time.sleep(1.0)  # if a lost rank caused the failure, `on_lost` exits the process first
+            time.sleep(1.0)  # if a lost rank is the cause, `on_lost` exits the process during this time
             raise StepError(f"a step failed: {one_line(str(error))[:300]}") from error

@@ -1,19 +1,20 @@
 """Admission control: rejects requests on arrival if they would wait too long or if their tenant has too many waiting.
 
-Three bounds, checked when a request arrives and before anything is allocated for it:
+Three limits are checked when a request arrives, before anything is allocated for it:
 
-* total: `max_num_queued_reqs` waiting requests and `max_num_queued_tokens` prompt tokens;
-* per tenant (an API key): `TENANT_SHARE` waiting requests per free place of the queue, the dynamic threshold of shared
-  buffers (Choudhury and Hahne, IEEE/ACM Trans. Networking 1998). A single tenant gets nearly the whole queue, k tenants
-  that ask for more get about 1/k of it each, and there is always space for a new tenant;
-* SLO: the expected TTFT must be within the request's TTFT SLO (`slo_admission`). It is the estimate of the cost model
-  plus the 90th percentile of the model's recent errors.
+* total: at most `max_num_queued_reqs` waiting requests and `max_num_queued_tokens` prompt tokens;
+* per tenant (an API key): at most `TENANT_SHARE` waiting requests per free place in the queue, a dynamic threshold as
+  used for shared buffers (Choudhury and Hahne, IEEE/ACM Trans. Networking 1998). A single tenant can fill nearly the
+  whole queue, k tenants that send too many requests get about 1/k of it each, and there is always a place for a new
+  tenant;
+* SLO: the expected TTFT must not exceed the request's TTFT SLO (`slo_admission`). The expected TTFT is the estimate of
+  the cost model plus the 90th percentile of the model's recent errors.
 
-A rejection includes a retry delay: the time in which the excess is expected to be processed.
+A rejection includes a retry delay: the expected time until the excess has been processed.
 
 A request that arrives while a step runs can be rejected before the step ends: `Admission.early_reject` decides from the
 `QueueSnapshot` that the engine published when the step began, and from the requests that have arrived since. It can
-only reject; the engine decides about the requests that it does not reject.
+only reject; the engine decides about all other requests.
 """
 
 import collections
@@ -38,7 +39,7 @@ from apt_jax.utils.clock import Clock
 logger = logging.getLogger("apt_jax.engine")
 
 TENANT_SHARE = 8.0
-"""Maximum number of waiting requests of a tenant, per free place of the queue."""
+"""Maximum number of waiting requests of a tenant, per free place in the queue."""
 
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 60.0
 _WARN_EVERY_S = 10.0
@@ -47,7 +48,7 @@ _NUM_ERRORS, _FEWEST_ERRORS, _QUANTILE, _FORGET_S = 64, 8, 0.9, 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Queue:
-    """State of the queue before a new request."""
+    """State of the queue in front of a new request."""
 
     num_waiting: int
     waiting_tokens: int
@@ -55,7 +56,7 @@ class Queue:
     num_of_tenant: int
     """Waiting requests of the new request's tenant."""
     uncached_tokens: int
-    """Number of positions to compute for the requests that are served before the new request."""
+    """Number of uncached positions of the requests that are served before the new request."""
     uncached_requests: int
     """Number of requests that are served before the new request."""
     missing_blocks: int
@@ -73,16 +74,16 @@ class QueueSnapshot:
     """Snapshot of the queue while a step runs; immutable, so readable from any thread."""
 
     queues: tuple[Queue, Queue]
-    """State of the queue before a request with an SLO, and before a best-effort request. Includes a slot for the new
-    request, but not its blocks."""
+    """State of the queue in front of a request with an SLO, and in front of a best-effort request. `missing_slots`
+    includes the slot of the new request, but `missing_blocks` does not include its blocks."""
     of_tenants: Mapping[str | None, int]
-    """Number of waiting requests by tenant; requests without a tenant may be left out."""
+    """Number of waiting requests of each tenant; requests without a tenant may be left out."""
     costs: StepCosts
     margin_s: float
     """Result of `Admission.margin_s` when the snapshot was made, seconds."""
 
     def queue_before(self, pending: "PendingArrivals", *, blocks: int, best_effort: bool, tenant: str | None) -> Queue:
-        """Return the queue before one more request whose prompt needs `blocks`."""
+        """Return the queue in front of the next request, whose prompt needs `blocks` blocks."""
         queue, which = self.queues[best_effort], int(best_effort)
         return dataclasses.replace(
             queue,
@@ -130,7 +131,7 @@ class PendingArrivals:
 
 
 class Admission:
-    """Admits or rejects requests by counts, the cost model, and the recent errors of the model."""
+    """Admits or rejects requests, based on counts, the cost model and the model's recent errors."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -158,12 +159,12 @@ class Admission:
             ttft_s: its TTFT SLO, seconds; infinite: no SLO.
             tenant: its tenant; None: no tenant, so the limit per tenant does not apply.
             queue: the queue without the request.
-            costs: step costs; zero: not known.
+            costs: step costs; all zero: not known.
             now_s: the time on the engine's clock.
 
         Returns:
-            The TTFT that the model expects, without the margin, for `learn`; None: the request has no SLO, or need not
-            wait for others.
+            The TTFT estimated by the model, without the margin, for `learn`; None: the request has no SLO or need not
+            wait for others, or SLO admission is off.
 
         Raises:
             QueueFullError: the request was rejected and may be retried later.
@@ -186,8 +187,8 @@ class Admission:
         demand: AdmissionDemand,
         ttft_s: float,
     ) -> QueueFullError | None:
-        """Return the error that rejects a request that arrives while a step runs; None: the engine decides. Callable
-        from any thread.
+        """Return the error if a request that arrives while a step runs must be rejected; None: the engine decides.
+        Callable from any thread.
 
         Args:
             ttft_s: its TTFT SLO, seconds.
@@ -208,12 +209,12 @@ class Admission:
         return _out_of_reach_now(ttft_s, expected_s)
 
     def expected_wait_s(self, queue: Queue, costs: StepCosts, margin_s: float) -> float:
-        """Estimate the time that a new request waits for others, seconds, without the time of its own prompt."""
+        """Estimate how long a new request waits for others, seconds, without the time for its own prompt."""
         before_s = self._before_s(queue, costs)
         return max(before_s + margin_s, 0.0) if before_s else 0.0
 
     def learn(self, expected_s: float, ttft_s: float, now_s: float) -> None:
-        """Record the expected (`check`) and the measured TTFT of a request."""
+        """Record the expected TTFT of a request, returned by `check`, and its measured TTFT."""
         self._errors.append((now_s, ttft_s - expected_s))
 
     def margin_s(self, now_s: float) -> float:
@@ -234,7 +235,7 @@ class Admission:
         if tenant is not None and queue.num_of_tenant >= TENANT_SHARE * free:
             too_many = queue.num_of_tenant - TENANT_SHARE * free + 1
             raise QueueFullError(
-                f"the queue already has {counted(queue.num_of_tenant, 'request')} of this API key, its full share (--max-num-queued-reqs {limit})",
+                f"the queue already holds {counted(queue.num_of_tenant, 'request')} from this API key, which is the key's full share (--max-num-queued-reqs {limit})",
                 _bounded(_over(too_many / (1 + TENANT_SHARE), queue.requests_per_s)),
             )
         token_limit = self._config.max_num_queued_tokens
@@ -260,14 +261,14 @@ class Admission:
         elif alone_s > ttft_s:
             raise InvalidRequestError(
                 "slo.ttft_ms",
-                f"{asked} is out of reach: {own_tokens} prompt tokens take about {1e3 * alone_s:.0f} ms alone (--set slo_admission)",
+                f"{asked} is out of reach: {own_tokens} prompt tokens alone take about {1e3 * alone_s:.0f} ms (--set slo_admission)",
             )
         else:
             raise _out_of_reach_now(ttft_s, expected_s)
 
     def _before_s(self, queue: Queue, costs: StepCosts) -> float:
         """Estimate the time until a new request runs, seconds, if all waiting requests are served first: until their
-        prompts are computed, or until blocks and slots suffice for all, whichever is later."""
+        prompts have been computed or there are enough blocks and slots for all, whichever is later."""
         before_s = self.prefill_s(queue.uncached_tokens, queue.uncached_requests, costs)
         if queue.missing_blocks > 0 and queue.blocks_per_s:
             before_s = max(before_s, queue.missing_blocks / queue.blocks_per_s)
@@ -276,7 +277,7 @@ class Admission:
         return before_s
 
     def prefill_s(self, num_tokens: int, num_requests: int, costs: StepCosts) -> float:
-        """Estimate the time of prefill steps of maximum size, seconds, for requests of equal length."""
+        """Estimate the time to compute prompts of equal length in prefill steps of maximum size, seconds."""
         if num_tokens <= 0:
             return 0.0
         budget = self._config.max_num_batched_tokens
@@ -312,7 +313,7 @@ def _bounded(seconds: float) -> float:
 
 
 class AdmissionController:
-    """Admits or rejects the engine's new requests, and describes its queue.
+    """Admits or rejects the engine's new requests, and reports the state of its queue.
 
     Args:
         admission: limits of the queue, and estimates of the TTFT.
@@ -320,7 +321,7 @@ class AdmissionController:
         states: live requests.
         cache: the pool.
         clock: the current time.
-        offered: available cache kinds; the kind with the fewest blocks per position comes first.
+        offered: available cache kinds, the kind with the fewest blocks per position first.
         can_mask: True: requests may use structured output and token rules such as `bad_words`.
     """
 
@@ -344,10 +345,11 @@ class AdmissionController:
         self.can_mask = can_mask
 
     def check(self, request: EngineRequest, costs: StepCosts) -> tuple[int, float | None]:
-        """Reject requests that cannot be served.
+        """Check a new request, and reject it if it cannot be served.
 
-        Prompt and `max_tokens` together must fit the whole pool: then the request can always finish, since the policy
-        can give it the whole pool. With a kind that can hold only a part of the request, it would be preempted forever.
+        Prompt and `max_tokens` together must fit the pool: then the request can always finish, because the policy can
+        give it the whole pool. With a kind that needs more blocks than the pool has, it would be preempted again and
+        again.
 
         Returns:
             The only kind that can hold the request (`NO_KIND`: any kind can), and the result of `Admission.check`.
@@ -418,7 +420,7 @@ class AdmissionController:
         return self._admission.expected_wait_s(snapshot.queues[0], costs, snapshot.margin_s)
 
     def _queue_before(self, request: EngineRequest, blocks: int) -> Queue:
-        """Return the state of the queue before a new request whose prompt needs `blocks`."""
+        """Return the state of the queue in front of a new request whose prompt needs `blocks` blocks."""
         states = self._states
         waiting = states.rows(WAITING)
         tenant, num_of_tenant = request.tenant, 0
@@ -442,7 +444,7 @@ class AdmissionController:
         groups = -(-states.table.num_tokens[before] // cache.block_sizes[kind])
         needed = int(groups.sum()) * cache.blocks_per_group[kind] + blocks
         times, per_s = states.finish_times_s, 0.0
-        # The interval lasts until now, so the rate falls if no request has finished recently.
+        # The interval ends now, so the rate falls if no request has finished recently.
         if len(times) > 1 and self._clock.now_s() > times[0]:
             per_s = len(times) / (self._clock.now_s() - times[0])
         num_running = states.count(RUNNING)

@@ -32,19 +32,19 @@ def finish_reason(
     stop_string: str | None,
     constraint_ended: bool,
 ) -> tuple[FinishReason | None, int | str | None]:
-    """Return the finish reason of a request if a token is the last token of its output.
+    """Return the finish reason of a request after a new token, if this is its last token.
 
     Args:
         token: the new token.
-        count: number of output tokens of the request, this one included.
+        count: number of output tokens of the request, including the new token.
         params: sampling parameters; before `min_tokens`, stop tokens and stop strings do not end a request.
         stop_token_ids: stop tokens of the request.
         stop_string: stop string that the token has completed; None: no stop string.
         constraint_ended: True: the output is complete according to its constraint.
 
     Returns:
-        The reason, and the stop token or stop string if it is the cause; None: the request continues. If several
-        reasons apply, the first counts: stop token, stop string, constraint, length.
+        The reason (None: the request continues), and the stop token or stop string if that is the cause. If several
+        reasons apply, the first in this order is returned: stop token, stop string, constraint, length.
     """
     if count >= params.min_tokens:
         if token in stop_token_ids:
@@ -127,7 +127,7 @@ class TokenCommitter:
             else:
                 if position[i] != state.num_known - state.prompt_len:
                     raise CacheIntegrityError(
-                        f"output token {position[i]} arrives after {state.num_known - state.prompt_len}"
+                        f"output token {position[i]} arrived, expected {state.num_known - state.prompt_len}"
                     )
                 k = state.params.logprobs
                 self._deliver(state, token, now_s, None if k is None else _logprobs(k, result, i))
@@ -165,7 +165,7 @@ class TokenCommitter:
                 self._states.await_hits(state)
 
     def _deliver(self, state: RequestState, token: int, now_s: float, logprobs: list[TokenLogprobs] | None) -> None:
-        """Append one token, and end the request if it is the last."""
+        """Deliver one token, and end the request if this is its last token."""
         params, known, counters = state.params, state.num_known, self._counters
         count = known - state.prompt_len + 1
         stop_string: str | None = None
@@ -175,7 +175,7 @@ class TokenCommitter:
             token in state.stop_token_ids and count >= params.min_tokens
         ):
             stop_string, constraint_ended, error = self._process(state, token)
-            if state.ended:  # the processor aborted this request, whose last output has been appended
+            if state.ended:  # the processor aborted this request; its last output is already queued
                 counters.num_discarded_tokens += 1
                 return
         if error is None:
@@ -197,7 +197,7 @@ class TokenCommitter:
         if count == 1:
             if state.pooled is not None and not self._lengths_only:
                 if not state.pooled.is_complete:
-                    raise CacheIntegrityError("a first token arrives before the pooled states of its prompt")
+                    raise CacheIntegrityError("a first token arrived before the pooled states of its prompt")
                 pooled, state.pooled = state.pooled.result(), None
             counters.prompt_tokens += state.prompt_len
             if tenant is not None:
@@ -206,7 +206,7 @@ class TokenCommitter:
                 counters.best_effort_prompt_tokens += state.prompt_len
             if state.prompt_scores is not None and not self._lengths_only:
                 if not state.prompt_scores.is_complete:
-                    raise CacheIntegrityError("a first token arrives before the log probabilities of its prompt")
+                    raise CacheIntegrityError("a first token arrived before the log probabilities of its prompt")
                 prompt_logprobs, state.prompt_scores = state.prompt_scores.joined(), None
         if reason is not None:
             self._states.finish(
@@ -236,7 +236,8 @@ class TokenCommitter:
         """Pass a token to the output processor and the constraint.
 
         Returns:
-            The completed stop string, whether the constraint has ended, and the error; None: no stop string, no error.
+            The stop string that the token completed (or None), True if the output is complete according to the
+            constraint, and an error message (or None).
         """
         stop_string: str | None = None
         if self._output_processor is not None:
@@ -276,11 +277,11 @@ class TokenCommitter:
         for i in np.flatnonzero(step.samples).tolist() if bad.any() else ():
             state = step.requests[i]
             if bad[i] and not state.ended:
-                # The cached prefix that it found is known to be valid only after a valid token.
+                # Only a valid token shows that the cached prefix it found is valid.
                 begin = state.num_found if state.is_proven else 0
                 kind, found_kind = int(step.kind[i]), state.found_kind
                 cache.drop_prefix(found_kind, state.digests[found_kind], begin)
-                if kind != found_kind:  # it was converted, so it has computed all of these groups
+                if kind != found_kind:  # it was converted, so it computed all groups of this kind
                     cache.drop_prefix(kind, state.digests[kind], 0)
         for i in np.flatnonzero(step.samples & good).tolist():
             step.requests[i].is_proven = True
@@ -298,14 +299,15 @@ def _logprobs(k: int, result: StepResult, i: int) -> list[TokenLogprobs] | None:
 
 
 FillMasks = Callable[[Sequence[TokenConstraint], NDArray[np.int32], Sequence[int]], list[bool | Exception]]
-"""Fills ``masks[rows[i]]`` for ``constraints[i]``; see `apt_jax.structured.constraint.fill_one_by_one`."""
+"""Function that fills ``masks[rows[i]]`` for ``constraints[i]``; see
+`apt_jax.structured.constraint.fill_one_by_one`."""
 
 
 class StepMasks:
     """Fills the token masks that a dispatched step waits for.
 
     Args:
-        states: the requests; a request whose mask cannot be filled ends.
+        states: the requests; a request ends if its mask allows no token or cannot be filled.
         counters: records the time spent.
         fill_masks: fills the masks of a step.
         vocab_size: V; None: no request may have a constraint.
@@ -338,7 +340,7 @@ class StepMasks:
         constraints = [c for j in rows if (c := states[j].constraint) is not None]
         try:
             outcomes = self.fill_masks(constraints, masks, rows)
-        except Exception as error:  # only these requests fail, the others continue
+        except Exception as error:  # only requests with masks fail
             outcomes = [error] * len(rows)
         for j, outcome in zip(rows, outcomes, strict=True):
             if outcome is True:

@@ -49,7 +49,7 @@ class RollingPercentiles:
 
 
 class EngineCounters:
-    """Counts since the engine was created, incremented by its parts; names are the same as in `EngineStats`."""
+    """Counts since the engine was created, updated by its parts; names are the same as in `EngineStats`."""
 
     def __init__(self) -> None:
         self.iterations: collections.Counter[str] = collections.Counter()
@@ -73,7 +73,7 @@ class EngineCounters:
         self.generation_tokens = 0
         self.tenant_prompt_tokens: collections.Counter[str] = collections.Counter()
         self.tenant_generation_tokens: collections.Counter[str] = collections.Counter()
-        """Delivered tokens by tenant; requests without a tenant are left out."""
+        """Number of tokens delivered to each tenant; requests without a tenant are not counted."""
         self.best_effort_prompt_tokens = 0
         self.ended_best_effort_tokens = 0
         """Output tokens of ended best-effort requests."""
@@ -96,7 +96,7 @@ class EngineCounters:
         return int(self.recomputed.sum())
 
     def add_schedule(self, seconds: float) -> None:
-        """Record the duration of one decision of the policy."""
+        """Record the duration of one scheduling decision."""
         self.last_schedules_s.add(seconds)
         self.schedule_s.add(seconds)
 

@@ -1,12 +1,13 @@
-"""Reads of prefixes from disk for waiting requests.
+"""Reads cached prefixes of waiting requests from disk.
 
 1. When a request begins to wait, the groups that follow its cached prefix are looked up on disk.
-2. If reading and copying them takes less time than computing, according to the cost model and the speed of recent
-   reads, a thread of the `DiskStore` reads them. Until it has finished, policies do not see the request (it is *held*).
-3. Between two steps, groups that have been read get blocks of host memory and a node in the tree of prefixes. From
-   there they are copied to the device like other groups, unless computing is cheaper (`apt_jax.engine.restore`).
+2. If reading and copying them takes less time than computing them, according to the cost model and the speed of recent
+   reads, a thread of the `DiskStore` reads them. Until the read is complete, policies do not see the request (it is
+   *held*).
+3. Between two steps, groups that have been read get blocks of host memory and nodes in the prefix tree. From host
+   memory they are copied to the device like other groups, unless computing them is cheaper (`apt_jax.engine.restore`).
 
-A read that fails or stalls is cancelled: the request computes the missing positions.
+If a read fails or stalls, it is cancelled, and the request computes the missing positions.
 """
 
 import dataclasses
@@ -21,11 +22,12 @@ from apt_jax.engine.restore import RestoreChoice
 from apt_jax.utils.clock import Clock
 
 _STALLED_S = 2.0
-"""Time after which a read without a result is cancelled, seconds."""
+"""Time without progress after which a read is cancelled, seconds."""
 _NEWEST = 0.1
 """Weight of the newest read in the moving average of the time per byte."""
 _FORGOTTEN = 0.05
-"""Fraction by which the estimated read time shrinks each time it rules out a read: the disk may have become faster."""
+"""Fraction by which the estimated read time shrinks each time it rules out a read, because the disk may have become
+faster."""
 _IDLE_WAIT_S = 0.005
 """Maximum time that an idle engine waits for the disk, seconds."""
 
@@ -37,9 +39,9 @@ class _Read:
     of_disk: DiskRead
     digests: list[bytes]
     next: int
-    """Index, in the digests, of the next group to arrive."""
+    """Index in `digests` of the next group to arrive."""
     owner: int
-    """Row of the request for which the read was begun."""
+    """Row of the request that started the read."""
     rows: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -49,9 +51,9 @@ class DiskReads:
     Args:
         states: the requests.
         cache: the cache; it must have a tier of host memory.
-        hits: tracks the waiting requests.
+        hits: tracks the cached prefixes of waiting requests.
         disk: stores the groups.
-        choice: estimates the time of copies and of computation.
+        choice: estimates the times to copy and to compute positions.
         counters: counts the positions that were read.
         clock: the current time.
     """
@@ -71,7 +73,7 @@ class DiskReads:
         self._reads: list[_Read] = []
         self._of_row: dict[int, _Read] = {}
         self._progress_s = 0.0
-        """Time of the last progress of a read, on the clock of the engine, seconds."""
+        """Time on the engine's clock at which a read last made progress, seconds."""
         self._byte_s: float | None = None
         """Time per byte of recent reads, seconds; None: no read yet."""
 
@@ -83,7 +85,8 @@ class DiskReads:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def begin(self, state: RequestState) -> None:
-        """Hold a request that begins to wait if reading its groups from disk saves time; `hits` must track it."""
+        """Hold a request that has begun to wait, if reading its groups from disk saves time; `hits` must already track
+        it."""
         row = state.row
         if row in self._of_row or state.needs_all_states:
             return
@@ -131,8 +134,8 @@ class DiskReads:
         return saved_s
 
     def _hold(self, row: int, kind: int, first: int, digests: list[bytes]) -> None:
-        """Hold a request until groups `[first, len(digests))` are read; joins a read of another request if there is
-        one."""
+        """Hold a request until groups `[first, len(digests))` are read. If another request is already reading the first
+        of these groups, this request joins that read."""
         for read in self._reads:
             of_disk = read.of_disk
             if not of_disk.is_cancelled and of_disk.kind == kind and digests[first] in read.digests[read.next :]:
@@ -153,7 +156,8 @@ class DiskReads:
         self._disk.wait(_IDLE_WAIT_S)
 
     def take(self) -> None:
-        """Register the groups that have been read, in host memory, and release requests whose reads are complete."""
+        """Register groups that have been read into host memory, and release requests whose reads are complete or
+        cancelled."""
         for read in self._reads.copy():
             of_disk = read.of_disk
             is_done = of_disk.is_done  # read before the last check for groups
@@ -179,13 +183,14 @@ class DiskReads:
         node = None
         if parent is not None and not of_disk.is_cancelled and prefixes.find(kind, read.digests[at]) is None:
             node = self._cache.groups.place_in_host(parent, read.digests[at], is_downward=group.is_downward)
-            of_disk.is_cancelled |= node is None  # no space for the other groups either
+            of_disk.is_cancelled |= node is None  # host memory has no space for the remaining groups either
         self._disk.place(group, () if node is None else node.host)
         if node is not None:
             self._counters.disk_hit_tokens += self._cache.block_sizes[kind]
 
     def _release(self, read: _Read) -> None:
-        """Make the requests that waited for a read visible to policies; requests that joined it may begin another."""
+        """Make the requests that waited for a read visible to policies; requests that joined it may start another
+        read."""
         rows, read.rows = sorted(read.rows), set()
         for row in rows:
             del self._of_row[row]
@@ -197,6 +202,8 @@ class DiskReads:
     def check_integrity(self) -> None:
         """Check that the held requests are exactly the requests that wait for a read."""
         held = self._states.held.nonzero()[0].tolist()
-        assert sorted(self._of_row) == held, "held requests and requests that wait for a read differ"
-        assert all(row in read.rows for row, read in self._of_row.items()), "a read without its request"
+        assert sorted(self._of_row) == held, "held requests differ from the requests that wait for a read"
+        assert all(row in read.rows for row, read in self._of_row.items()), (
+            "a request is missing from the read that it waits for"
+        )
         assert all(self._states.status[row] == WAITING for row in held), "a held request is not waiting"

@@ -20,11 +20,11 @@ def write_prefixes(
     """Write cached prefixes to disk, and close the `DiskStore`.
 
     Args:
-        cache: the cache; no request may hold any of it.
-        host: host memory through which prefixes are written; None: only writes that have begun are completed.
+        cache: the cache; no request may hold blocks of it.
+        host: host memory through which prefixes are written; None: only complete writes that have already begun.
         disk: the store; closed afterwards.
         timeout_s: time limit, seconds; prefixes not written by then are lost.
-        is_hurried: called repeatedly while writing; True stops the writing.
+        is_hurried: function called repeatedly while writing; writing stops when it returns True.
     """
     until_s = time.perf_counter() + timeout_s
 

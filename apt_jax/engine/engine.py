@@ -10,19 +10,20 @@ The life of a request:
    step or in chunks; the step that computes its last position samples the first token, each later step one token.
 4. A policy may *convert* it from layer inputs to keys and values (`Plan.convert`): it gets new blocks, the executor
    computes their contents from the old blocks, and the step itself runs it as a KV request. Its old blocks are freed
-   when the step has been built; their next owner writes to them in a later step. Without free blocks it keeps its layer
-   inputs.
-5. A policy may *preempt* it: it loses cache and slot, waits again under its old rank, and prompt and output so far are
-   recomputed when it is scheduled again, with either kind (Apt-Serve §4.3: a switch of the cache type discards the
-   cache and recomputes it).
-6. It ends exactly once: "stop", "length", "abort" or "error", the finish reason in its last `StepOutput`.
+   when the step has been built; their next owner writes to them in a later step. If too few blocks are free, it keeps
+   its layer inputs.
+5. A policy may *preempt* it: it loses cache and slot and waits again with its old rank. When it is scheduled again,
+   with either kind, its prompt and its output so far are recomputed (Apt-Serve §4.3: a switch of the cache type
+   discards the cache and recomputes it).
+6. It ends exactly once; its last `StepOutput` has the finish reason: "stop", "length", "abort" or "error".
 
-Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled starts with the cached prefix of its
-tokens, computed by others or by itself before a preemption; the policy gets the length from `PrefixHitTracker`. At
-least its last token is computed, since logits are not cached: if its last block is fully cached, it gets a copy of the
-block to write to (`StepBatch.copies`). Blocks are registered at commit, after a valid token has been sampled from them.
-A step that fails clears the prefix cache on the device. A request for log probabilities of its prompt uses no cached
-prefix until it has all of them, and after a preemption it does not compute them again (`PromptScores`).
+Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled reuses the cached prefix of its tokens,
+which other requests have computed, or the request itself before a preemption; the policy gets its length from
+`PrefixHitTracker`. At least the last token is computed, because logits are not cached: if the last block is fully
+cached, the request gets a copy of the block to write to (`StepBatch.copies`). Blocks are registered at commit, after a
+valid token has been sampled from them. A step that fails clears the prefix cache on the device. A request for log
+probabilities of its prompt uses no cached prefix until it has all of them, and after a preemption it does not compute
+them again (`PromptScores`).
 
 Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the previous step are fetched:
 
@@ -35,15 +36,16 @@ The table counts tokens in flight, so the policy sees the lengths after the step
 * A request whose last allowed token is in flight takes part in no further step. Its cache is no longer needed and is
   released right after dispatch. Steps run in order, so the next owner of the blocks writes to them in a later step.
 * A stop token is seen one step late. The row dispatched in the meantime is discarded at its commit, because its request
-  has ended; its blocks are free before that, which is safe for the same reason.
+  has ended; its blocks are freed before that, which is safe because steps run in order.
 * A request with structured output samples under a mask that depends on the previous token. Its step is dispatched like
   any other up to the sampler; then the previous step is fetched and committed, masks are filled, and the sampler is
-  dispatched. The host does this while the device computes, so only the sampler does not overlap.
+  dispatched. The host does this while the device computes the rest of the step, so only the sampler does not overlap.
 * A preempted request's token in flight is delivered like any other. Until then the policy does not see the request:
   only tokens known to the host can be recomputed.
 
 Policies. If a policy raises, or its plan violates the contract of `Plan`, `fcfs` schedules the iteration instead.
-Plans of policies from outside this package are checked in every iteration (0.1 ms); bundled policies are only tested.
+Plans of policies from outside this package are checked in every iteration (0.1 ms); bundled policies are checked only
+by tests.
 
 Failures. A failure of one request (logits that are not finite, a token outside the vocabulary, its output processor,
 its grammar) ends only that request. A step that raises has destroyed the pool: the executor is reset, every request
@@ -103,24 +105,24 @@ CLOSE_S = 20.0
 
 
 class Engine:
-    """Serves requests with an executor and a policy; synchronous, for one thread.
+    """Serves requests with an executor and a policy; synchronous, to be used from one thread.
 
     Args:
-        executor: runs steps; its pool and its slots limit the requests that run.
+        executor: runs steps; its pool and its slots limit how many requests run.
         policy: decides each iteration.
         clock: the current time.
         kinds: specifications of the cache kinds, indexed by `core.kinds.KV` and `HIDDEN`.
         scheduler_config: limits, and overlap of steps.
         cache_config: block size, prefix caching and sharing of blocks.
-        costs: cost model of iteration times for the policy; may be replaced at any time (`engine.costs = ...`).
+        costs: cost model of iteration times, for the policy; may be replaced at any time (`engine.costs = ...`).
         vocab_size: V; a sampled token outside [0, V) ends its request. None: only a negative token does.
         output_processor: the front end's hook for every token.
-        tiers: host memory and disk for cached groups that leave the pool.
-        reserver: class that reserves blocks for requests (`apt_jax.engine.batch.reserver_for`).
-        debug: check everything after every step, and raise if the policy fails or violates its contract.
+        tiers: host memory and disk, for cached groups evicted from the pool.
+        reserver: class that reserves blocks for requests; see `apt_jax.engine.batch.reserver_for`.
+        debug: check all accounting after every step, and raise if the policy fails or violates its contract.
 
-    With an executor that uses only lengths (`Executor.lengths_only`), `step` delivers only the last output of each
-    request; decisions and accounting are the same but take half the time.
+    If the executor uses only lengths (`Executor.lengths_only`), `step` delivers only the last output of each request;
+    decisions and accounting are the same, but take half the time.
     """
 
     def __init__(
@@ -156,13 +158,14 @@ class Engine:
         self.last_plan: Plan | None = None
         """The last plan of the policy, or of `fcfs` in its place; None: no plan yet."""
         self.before_dispatch: Callable[[StepBatch], None] | None = None
-        """Called between building and dispatching a step; it may add requests, but must change nothing else."""
+        """Function called between building and dispatching a step; it may add requests, but must change nothing
+        else."""
         self._overlap = scheduler_config.overlap
         self._reads: DiskReads | None = None
         self._is_closed = False
 
         is_offered = np.array([k.offered for k in kinds])
-        # Blocks that are used from their right end are not converted.
+        # Requests that may fill blocks from the right end cannot be converted.
         self._can_convert = executor.can_convert and bool(is_offered.all()) and not reserver.fills_both_ends
         self.table = RequestTable()
         self.cache = cache = HybridCache(
@@ -281,7 +284,7 @@ class Engine:
         self._counters.num_rejected += 1
 
     def abort(self, request_id: str) -> bool:
-        """End a live request now. Its blocks are free at once; the next `step` returns its last output.
+        """End a live request now. Its blocks are freed at once; the next `step` returns its last output.
 
         Returns:
             False: no live request has this id (it may have ended already).
@@ -307,7 +310,7 @@ class Engine:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Run one iteration, and return the outputs to deliver; with overlap, outputs of the previous iteration.
+        """Run one iteration and return the outputs to deliver; with overlap, they belong to the previous iteration.
 
         Raises:
             EngineDeadError: the engine stopped in an earlier step (which delivered an error to every request).
@@ -362,7 +365,7 @@ class Engine:
             break_stall(self.states, self.view(), self.policy.name, debug=self.debug)
         is_idle = not self.states.by_id and steps.pending is None and self.dead_reason is None
         if is_idle and self.cache.num_free != self.cache.pool.num_blocks:
-            raise CacheIntegrityError("blocks are held, and no request is alive")
+            raise CacheIntegrityError("blocks are held, but no request is live")
         if batch is not None or oldest is not None:
             self._counters.host_s.add(timer() - started - (launched - prepared) - waited)
 
@@ -398,7 +401,7 @@ class Engine:
 
         Args:
             timeout_s: time limit, seconds; prefixes not written by then are lost.
-            is_hurried: called repeatedly while writing; True stops the writing.
+            is_hurried: function called repeatedly while writing; writing stops when it returns True.
         """
         if self._tiers.disk is None or self._is_closed:
             return
@@ -407,7 +410,7 @@ class Engine:
         host = self._tiers.host if is_whole else None
         write_prefixes(self.cache, host, self._tiers.disk, timeout_s, is_hurried)
 
-    # --- looking in ------------------------------------------------------------------------------------------------
+    # --- inspection ------------------------------------------------------------------------------------------------
 
     @property
     def costs(self) -> StepCosts:
@@ -431,7 +434,7 @@ class Engine:
 
     @property
     def debug(self) -> bool:
-        """True: contract violations and failures raise."""
+        """True: raise errors of the policy and internal errors instead of handling them."""
         return self._policies.debug
 
     @debug.setter
@@ -440,7 +443,8 @@ class Engine:
 
     @property
     def after_step(self) -> Callable[[Iteration], None] | None:
-        """Called with every `Iteration`, in order, when its step has ended; must be quick and must not raise."""
+        """Function called with every `Iteration`, in order, when its step has ended; must be quick and must not
+        raise."""
         return self._recorder.listener
 
     @after_step.setter
@@ -477,7 +481,7 @@ class Engine:
         return self._recovery.dead_reason
 
     def is_live(self, request: EngineRequest) -> bool:
-        """Return True if this request object is live; another request with its id does not count."""
+        """Return True if this request object is live; another live request with the same id does not count."""
         state = self.states.by_id.get(request.request_id)
         return state is not None and state.request is request
 

@@ -2,7 +2,7 @@
 
 While a listener is attached, the engine makes an `Iteration` for each decision and reports it when the step has ended.
 An `IterationSubscription` keeps the last few hundred iterations for a reader in an event loop. A reader that is too
-slow loses the oldest iterations and receives their number.
+slow loses the oldest iterations, and is given the number of lost iterations.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from apt_jax.core.kinds import CacheKindName
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledRow:
-    """A request's part of a step."""
+    """The part of a step that belongs to one request."""
 
     request_id: str
     num_tokens: int
@@ -102,7 +102,7 @@ class IterationBatch:
 
 
 class IterationSubscription:
-    """Asynchronous iterator of `IterationBatch` for one reader, made by `AsyncEngine.watch`.
+    """Asynchronous iterator over `IterationBatch`es for one reader, created by `AsyncEngine.watch`.
 
     Raises:
         EngineDeadError: the engine has stopped or is closed.

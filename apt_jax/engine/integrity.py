@@ -32,56 +32,56 @@ def check_engine(states: RequestStates, offered: Sequence[int], pending: InFligh
     _require(np.unique(rows).size == rows.size, "two requests share a row")
     _require(
         all(states.by_row[state.row] is state and not state.ended for state in live),
-        "rows and requests differ",
+        "a row does not refer to its live request",
     )
     _require(
         np.flatnonzero(states.status != FREE).tolist() == sorted(rows.tolist()),
-        "a row without a request is in use",
+        "a row without a live request is in use",
     )
     _require(
         np.flatnonzero(table.live).tolist() == sorted(rows.tolist()),
-        "the request table holds other rows",
+        "the request table has other live rows",
     )
     status, slots = states.status[rows], states.slot[rows]
     running = status == RUNNING
     _require(
         ((slots != NO_SLOT) == running).all(),
-        "a request without cache has a slot, or the reverse",
+        "a running request has no slot, or another request has one",
     )
     _require(
         (table.num_cached[rows] >= 0).all() and (table.num_cached[rows] <= table.num_tokens[rows]).all(),
-        "cached positions beyond the tokens",
+        "more cached positions than tokens, or fewer than 0",
     )
     _require(
         (table.num_cached[rows[~running]] == 0).all()
         and (table.num_blocks[rows[~running]] == 0).all()
         and (table.num_shared[rows[~running]] == 0).all(),
-        "cache of a request that has none",
+        "a request that is not running has cache",
     )
-    _require((table.kind[rows[~running]] == NO_KIND).all(), "cache kind of a request that has none")
+    _require((table.kind[rows[~running]] == NO_KIND).all(), "a request that is not running has a cache kind")
     _require(
         int(np.count_nonzero(running)) == int(np.count_nonzero(cache.owner >= 0)),
-        "slots and running requests differ",
+        "the number of used slots differs from the number of running requests",
     )
     held, held_slots = rows[running], slots[running]
     _require((cache.owner[held_slots] == table.rank[held]).all(), "a slot belongs to another request")
     _require(
         (cache.kind[held_slots] == table.kind[held]).all(),
-        "cache and table differ about a kind",
+        "cache and request table have different cache kinds",
     )
     _require(
         (cache.num_tokens[held_slots] == table.num_cached[held]).all(),
-        "cache and table differ about positions",
+        "cache and request table have different numbers of positions",
     )
     private = cache.num_private_blocks_of(held_slots)
     _require(
         (private == table.num_blocks[held]).all()
         and (cache.num_blocks_of(held_slots) - private == table.num_shared[held]).all(),
-        "cache and table differ about blocks",
+        "cache and request table have different numbers of blocks",
     )
     _require(
         cache.num_free + cache.num_shared + int(private.sum()) == cache.pool.num_blocks,
-        "blocks are charged twice, or to nobody",
+        "blocks are charged to two requests, or to no request",
     )
     _check_hits(states, offered, rows)
     known = np.array([state.num_known for state in live], np.int32)
@@ -91,20 +91,20 @@ def check_engine(states: RequestStates, offered: Sequence[int], pending: InFligh
     )
     _require(
         (table.num_outputs[rows] == table.num_tokens[rows] - table.prompt_len[rows]).all(),
-        "outputs are miscounted",
+        "output tokens are miscounted",
     )
     _require(
         (table.num_tokens[rows] <= table.max_tokens_total[rows]).all(),
-        "more tokens than max_tokens",
+        "a request has more tokens than max_tokens allows",
     )
     in_flight = np.zeros(states.in_flight.size, np.int8)
     if pending is not None:
         for i in np.flatnonzero(pending.samples).tolist():
             state = pending.requests[i]
             in_flight[state.row] += not state.ended
-    _require((in_flight[rows] == states.in_flight[rows]).all(), "tokens in flight without a step")
+    _require((in_flight[rows] == states.in_flight[rows]).all(), "tokens in flight differ from the step in flight")
     ending = rows[status == ENDING]
-    _require((states.in_flight[ending] > 0).all(), "a request waits for a token that will not come")
+    _require((states.in_flight[ending] > 0).all(), "a request waits for its last token, but no token is in flight")
 
 
 def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.int32]) -> None:

@@ -11,13 +11,13 @@ from apt_jax.utils.clock import Clock
 
 
 class IterationRecorder:
-    """Makes an `Iteration` for each decision, and passes it to the listener when its step has ended.
+    """Creates an `Iteration` for each decision, and passes it to the listener when its step has ended.
 
     Attributes:
         listener: called with every decision, in order; must be quick and must not raise.
         num_decisions: number of the next `Iteration`.
-        current: the decision being carried out; None: there is no listener, or the decision is empty.
-        preempted_between: preemptions made outside decisions; reported with the next decision.
+        current: the decision being carried out; None: no listener is attached, or the decision is empty.
+        preempted_between: preemptions made outside decisions, which are reported with the next decision.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -70,7 +70,8 @@ class IterationRecorder:
         num_running: int,
         free_blocks: int,
     ) -> None:
-        """Record the batch of the current decision (None: no row runs), and the request and block counts after it."""
+        """Record the batch of the current decision (None: no row runs), and the resulting numbers of requests and free
+        blocks."""
         iteration = self.current
         assert iteration is not None
         iteration.num_waiting = num_waiting

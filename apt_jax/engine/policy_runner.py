@@ -15,18 +15,20 @@ FALLBACK_LOG_S = 60.0
 """Minimum time between two log lines about a failing policy, seconds."""
 
 STALL_LIMIT = 100
-"""Number of consecutive idle iterations, with requests but no step in flight, after which the engine acts."""
+"""Number of consecutive idle iterations, with requests but no step in flight, after which the engine breaks the
+stall."""
 
 
 class PolicyRunner:
-    """Runs the policy and counts its errors.
+    """Runs the policy, lets `fcfs` schedule if the policy fails or violates the contract of `Plan`, and counts these
+    failures.
 
     Args:
         policy: plans each iteration.
-        counters: counts the errors of the policy.
+        counters: counts the failures of the policy.
         check_plans: True: check each plan before it is used, and pass the policy a read-only table.
         debug: True: raise the errors of the policy.
-        timer: returns seconds; limits the rate of log lines.
+        timer: function that returns the time in seconds; used to limit the rate of log lines.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class PolicyRunner:
         """Return the plan of `fcfs`, which keeps no state, after the policy has raised or made an invalid plan."""
         plan = self.fallback.schedule(view)
         self._counters.fallback_iterations += 1
-        now_s, last_s = self.timer(), self._fallback_logged_s  # real, not simulated time: people read the log
+        now_s, last_s = self.timer(), self._fallback_logged_s  # real, not simulated, because people read the log
         if last_s is None or now_s - last_s >= FALLBACK_LOG_S:
             self._fallback_logged_s = now_s
             logger.error(
@@ -100,8 +102,9 @@ class PolicyRunner:
     def note_idle(self, has_requests: bool) -> bool:
         """Count an idle iteration without a step in flight; returns True if the engine must break the stall.
 
-        After `STALL_LIMIT` idle iterations, `fcfs` plans until a step runs, if plans are checked; the engine must act
-        only if `fcfs` schedules nothing either.
+        After `STALL_LIMIT` idle iterations, `fcfs` makes the plans until a step runs, if plans are checked; the engine
+        must break the stall only if `fcfs` schedules nothing either. Without checks, or in debug mode, the engine must
+        break it at once.
         """
         if not has_requests:
             self._num_idle = 0

@@ -16,7 +16,7 @@ class PooledPrompt:
     """Sum of the hidden states of a prompt so far.
 
     Args:
-        prompt_len: tokens of the prompt.
+        prompt_len: number of tokens in the prompt.
         pooling: "mean" for the mean over all tokens, or "last" for the state of the last token.
     """
 
@@ -28,7 +28,8 @@ class PooledPrompt:
 
     @property
     def needs_all_states(self) -> bool:
-        """True while states before the last token are missing. Then no cached prefix can be used: it has no states."""
+        """True while states of tokens before the last token are missing. Meanwhile no cached prefix can be used,
+        because cached positions have no such states."""
         return self._num_done < self._end - 1
 
     @property
@@ -37,7 +38,7 @@ class PooledPrompt:
 
     def take_span(self, start: int, num_tokens: int) -> PoolSpan | None:
         """Return the positions to sum in a step that computes `[start, start + num_tokens)`, and mark them as
-        requested. None: all of them are requested already, or need not be summed."""
+        requested. None: all of them have already been requested, or need not be summed."""
         begin, end = max(start, self._num_asked), min(start + num_tokens, self._end)
         if begin >= end:
             return None
@@ -45,7 +46,7 @@ class PooledPrompt:
         return PoolSpan(position=begin, num_tokens=end - begin)
 
     def forget_asked(self) -> None:
-        """Mark sums that have not arrived as not requested, because their steps failed."""
+        """Mark sums that have not arrived as not requested, after their steps have failed."""
         self._num_asked = self._num_done
 
     def add(self, span: PoolSpan, summed: NDArray[np.float32]) -> bool:
@@ -58,7 +59,7 @@ class PooledPrompt:
             ValueError: `span` does not follow the positions summed so far.
         """
         if span.position != self._num_done:
-            raise ValueError(f"states from position {span.position} arrive after {self._num_done}")
+            raise ValueError(f"states start at position {span.position}, expected {self._num_done}")
         if not np.isfinite(summed).all():
             return False
         self._sum = summed if self._sum is None else self._sum + summed

@@ -12,7 +12,7 @@ from apt_jax.request import PromptLogprobs
 
 
 class PromptScores:
-    """Log probabilities of a prompt so far; holds `num_top` + 2 numbers per token in host memory.
+    """Log probabilities of a prompt so far; takes 2 `num_top` + 2 numbers per token in host memory.
 
     Args:
         token_ids: (prompt_len,) the prompt.
@@ -31,13 +31,13 @@ class PromptScores:
         return self.num_done == self._targets.size
 
     def targets(self, start: int, num_tokens: int) -> PromptTargets | None:
-        """Return the tokens whose log probabilities a step must return if it computes positions
-        `[start, start + num_tokens)`; None: no log probability is missing there."""
+        """Return the tokens whose log probabilities a step with positions `[start, start + num_tokens)` must return;
+        None: it need not return any."""
         begin, end = max(start, self.num_done), min(start + num_tokens, self._targets.size)
         return PromptTargets(position=begin, token_ids=self._targets[begin:end]) if begin < end else None
 
     def add(self, targets: PromptTargets, found: PromptLogprobs) -> bool:
-        """Store the log probabilities that a step has returned, unless they are stored already.
+        """Store the log probabilities that a step has returned, except for tokens that already have them.
 
         Returns:
             False: a log probability is NaN, and none was stored.
@@ -46,7 +46,7 @@ class PromptScores:
             ValueError: log probabilities of earlier tokens are missing.
         """
         if targets.position > self.num_done:
-            raise ValueError(f"log probabilities from position {targets.position} arrive after {self.num_done}")
+            raise ValueError(f"log probabilities start at position {targets.position}, expected {self.num_done}")
         known = self.num_done - targets.position
         if known >= targets.token_ids.size:
             return True

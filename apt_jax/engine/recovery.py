@@ -75,12 +75,12 @@ class Recovery:
         self.dead_reason: str | None = None
 
     def recover(self, error: Exception, executor: Executor, iteration: Iteration | None, num_tokens: int) -> None:
-        """Reset the executor after a failed step, which has destroyed the pool; every request with cache waits again.
+        """Reset the executor after a failed step, which destroyed the pool; all requests with cache wait again.
 
         Args:
             error: exception raised by the step.
             executor: executor of the step.
-            iteration: decision of the step, not yet reported; None: there is no listener.
+            iteration: decision of the step, not yet reported; None: no listener is attached.
             num_tokens: number of tokens of the step.
         """
         self._counters.step_failures += 1
@@ -125,8 +125,8 @@ class Recovery:
 
 
 def break_stall(states: RequestStates, view: SchedulerView, policy_name: str, *, debug: bool) -> None:
-    """Preempt the last request in order, or end the only request, after the policy has scheduled nothing for too
-    long."""
+    """Break a stall, after the policy has scheduled nothing for too long: preempt the last of several running requests,
+    otherwise end the first request with an error."""
     message = (
         f"{policy_name} scheduled nothing in {STALL_LIMIT} iterations: {view.waiting.size} waiting, "
         f"{view.running.size} running, {view.free_blocks} free blocks"

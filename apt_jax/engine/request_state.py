@@ -24,14 +24,14 @@ from apt_jax.request import (
 
 
 class OutputProcessor(Protocol):
-    """The front end's hook for every token, which detokenizes and looks for stop strings."""
+    """Hook of the front end, called for every token; it detokenizes and looks for stop strings."""
 
     def on_token(self, request: EngineRequest, token_id: int) -> str | None:
-        """Process one token; called at commit, in order, for each token that is not a stop token.
+        """Process one token; called at commit, in order, for each token except a stop token that ends the request.
 
         Returns:
-            The stop string that this token completed, else None; it is ignored before `min_tokens`. An exception ends
-            only this request, with `finish_reason="error"`.
+            The stop string that this token completed, else None; it is ignored before `min_tokens`. If the hook raises,
+            only this request ends, with `finish_reason="error"`.
         """
         ...
 
@@ -81,7 +81,7 @@ class StepOutput:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class RequestState:
-    """A live request. `ended` never becomes False again; the commit of a step in flight checks it."""
+    """A live request. Once `ended` is True, it stays True; the commit of a step in flight checks it."""
 
     request: EngineRequest
     row: int
@@ -99,16 +99,17 @@ class RequestState:
     root: bytes
     """Root digest of its prefixes."""
     digests: tuple[list[bytes], ...]
-    """Digests of the full groups of its known tokens, by kind, extended on demand. Kinds with groups of equal length
-    share a list."""
+    """For each cache kind, the digests of the full groups of its known tokens, extended on demand. Kinds with groups of
+    equal length share a list."""
     expected_ttft_s: float | None = None
-    """TTFT estimated at admission, seconds; None: it had no SLO, or need not wait for others."""
+    """TTFT estimated at admission, seconds; None: no estimate (`Admission.check`), or the first token has been
+    delivered."""
     num_found: int = 0
-    """Number of groups found in the prefix cache when it last began."""
+    """Number of groups found in the prefix cache when it last started to run."""
     is_proven: bool = False
-    """True: a valid token has been sampled since it last began, so the groups that it found are valid."""
+    """True: a valid token has confirmed the groups that it found, or it found 0 groups."""
     found_kind: int = NO_KIND
-    """Cache kind with which it last began, and of the groups found then."""
+    """Cache kind with which it last started to run; the groups found then are of this kind."""
     last_kind: int = NO_KIND
     """Cache kind that it holds, or held last."""
     prompt_scores: PromptScores | None = None
@@ -119,8 +120,8 @@ class RequestState:
 
     @property
     def needs_all_states(self) -> bool:
-        """True while requested outputs of its prompt are missing. Then it uses no cached prefix, which has no
-        states."""
+        """True while requested log probabilities or pooled states of its prompt are missing. Meanwhile it uses no
+        cached prefix, because the model is not run for cached positions."""
         if self.pooled is not None and self.pooled.needs_all_states:
             return True
         return self.prompt_scores is not None and not self.prompt_scores.is_complete
@@ -128,7 +129,7 @@ class RequestState:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class FilledBlocks:
-    """Groups that a step in flight fills; `firsts` and `generations` are the arguments of `HybridCache.register`."""
+    """Groups that a step in flight fills; `firsts` and `generations` are arguments of `HybridCache.register`."""
 
     index: int
     """Row of the request in the step."""
@@ -140,7 +141,8 @@ class FilledBlocks:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class InFlightStep:
-    """A dispatched step; it refers to `RequestState` objects, because a row may hold another request at its commit."""
+    """A dispatched step; it refers to `RequestState` objects, because a row may hold another request by the time of its
+    commit."""
 
     handle: StepHandle
     requests: list[RequestState]
@@ -150,16 +152,16 @@ class InFlightStep:
     position: NDArray[np.int32]
     num_tokens: int
     masked: NDArray[np.int64] | None = None
-    """Indexes of rows that need masks, without which the step cannot sample; None: no row needs a mask."""
+    """Indexes of the rows that need token masks, for which the sampler waits; None: no row needs a mask."""
     kind: NDArray[np.int8]
     filled: list[FilledBlocks]
     dispatched_s: float
     predicted_s: float | None
-    """Duration predicted by the cost model, seconds; None: this step is not compared."""
+    """Duration predicted by the cost model, seconds; None: no prediction was made for this step."""
     has_chunks: bool
     prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
     """Same as `StepBatch.prompt_targets`."""
     pool_spans: Mapping[int, PoolSpan] = dataclasses.field(default_factory=dict)
     """Same as `StepBatch.pool_spans`."""
     iteration: Iteration | None
-    """Decision to report when the step has ended; None: there is no listener, or it has been reported."""
+    """Decision to report when the step has ended; None: no listener is attached, or the decision has been reported."""

@@ -45,7 +45,7 @@ class RequestPrefixes:
         share: True: tenants share prefixes.
 
     Attributes:
-        hits: tracks the waiting requests; None: prefix caching is off.
+        hits: tracks the cached prefixes of waiting requests; None: prefix caching is off.
         reads: reads of prefixes from disk; None: there is no disk tier.
     """
 
@@ -77,24 +77,24 @@ class RequestPrefixes:
         root = root_digest(self._salt, b"" if self._share else (request.tenant or "").encode())
         if request.adapter is None and request.cache_salt is None:
             return root
-        root = root_digest(root, (request.adapter or "").encode())  # even if empty: a salt may be equal to an adapter
+        root = root_digest(root, (request.adapter or "").encode())  # even if empty: a salt may equal an adapter name
         return root if request.cache_salt is None else root_digest(root, request.cache_salt.encode())
 
     def no_digests(self) -> tuple[list[bytes], ...]:
-        """Return empty lists of digests by kind, for `RequestState.digests`."""
+        """Return an empty list of digests for each cache kind, for `RequestState.digests`."""
         of_size = {size: list[bytes]() for size in self._cache.block_sizes}
         return tuple(of_size[size] for size in self._cache.block_sizes)
 
     def digests(self, state: RequestState, kind: int, num_groups: int | None = None) -> list[bytes]:
-        """Return the digests of the full groups of a request's known tokens; with `num_groups`, at least of the first
-        `num_groups` groups."""
+        """Return the digests of the full groups of a request's known tokens; with `num_groups`, digests of later groups
+        may be missing."""
         digests, size = state.digests[kind], self._cache.block_sizes[kind]
         num_known = state.num_known if num_groups is None else min(state.num_known, num_groups * size)
         extend_digests(digests, state.root, state.tokens[:num_known], size)
         return digests
 
     def track(self, state: RequestState, pinned_kind: int) -> None:
-        """Keep the table's entries for a waiting request's cached prefix up to date, until `untrack`."""
+        """Start to keep the table's entries for a waiting request's cached prefix up to date, until `untrack`."""
         if self.hits is None:
             return
         kinds = [int(k) for k in self._offered if pinned_kind in (NO_KIND, k)]
@@ -108,7 +108,7 @@ class RequestPrefixes:
             self.reads.begin(state)
 
     def converted_rows(self, rows: NDArray[np.int32], kind: NDArray[np.int8]) -> NDArray[np.bool_] | None:
-        """Return an (n,) mask of rows that begin with layer inputs converted in the same step; None: no row does."""
+        """Return an (n,) mask of rows that reuse cached layer inputs, converted in the same step; None: no row does."""
         if self.hits is None or not self.hits.any_converted:
             return None
         found = [self.hits.is_converted(row, k) for row, k in zip(rows.tolist(), kind.tolist(), strict=True)]
@@ -143,7 +143,7 @@ class RequestPrefixes:
 FREE = 0  # no request
 WAITING = 1  # no cache
 RUNNING = 2  # holds cache and a slot
-ENDING = 3  # the last allowed token is in flight; holds nothing any more
+ENDING = 3  # the last allowed token is in flight; holds neither cache nor slot
 
 
 class RequestStates(ColumnTable):
@@ -162,10 +162,10 @@ class RequestStates(ColumnTable):
     Attributes:
         by_id: live requests by id.
         by_row: live requests by row; None: the row is free.
-        adapters: numbers of the adapters, by name.
-        tenants: numbers of all tenants so far, by name; bounded by the number of API keys.
+        adapters: number of each adapter, keyed by name.
+        tenants: number of each tenant seen so far, keyed by name; there are at most as many as API keys.
         outputs: outputs that `Engine.step` has not returned yet.
-        finish_times_s: end times of the last requests that held slot and blocks, on the engine's clock, seconds.
+        finish_times_s: end times of the last requests that had been scheduled, on the engine's clock, seconds.
     """
 
     status = column(np.int8)
@@ -219,14 +219,14 @@ class RequestStates(ColumnTable):
         return state
 
     def states(self, rows: NDArray[np.int32]) -> list[RequestState]:
-        """Return the requests of rows, which must all be in use."""
+        """Return the requests of some rows, all of which must be in use."""
         states = [self.by_row[row] for row in rows.tolist()]
         if None in states:
-            raise CacheIntegrityError(f"rows {rows.tolist()}: one has no request")
+            raise CacheIntegrityError(f"rows {rows.tolist()}: a row has no request")
         return cast("list[RequestState]", states)
 
     def ids(self, rows: NDArray[np.int32]) -> list[str]:
-        """Return the ids of the requests of rows."""
+        """Return the request ids of some rows."""
         return [self.state(row).request.request_id for row in rows.tolist()]
 
     def rows(self, status: int) -> NDArray[np.intp]:
@@ -267,7 +267,7 @@ class RequestStates(ColumnTable):
         waiting, running = self.by_rank()
         unseen = (self.in_flight[waiting] > 0) | self.held[waiting]
         if unseen.any():
-            # Held, or preempted from outside with a token in flight, which the host must see first.
+            # Hide requests that are held, or were preempted with a token in flight, which the host must see first.
             waiting = waiting[~unseen]
         shared_blocks = 0
         if cache.prefixes is not None:
@@ -297,7 +297,7 @@ class RequestStates(ColumnTable):
 
         Args:
             request: request admitted by `AdmissionController.check`.
-            pinned_kind: the only cache kind that can hold it; `NO_KIND`: any kind can.
+            pinned_kind: the only cache kind that can hold the request; `NO_KIND`: any kind can.
             expected_ttft_s: expected TTFT returned by `Admission.check`, seconds.
         """
         prompt_len = int(request.prompt_token_ids.size)
@@ -353,12 +353,12 @@ class RequestStates(ColumnTable):
         self.await_hits(state)
 
     def await_hits(self, state: RequestState) -> None:
-        """Track the cached prefix of a waiting request, unless one of its tokens is in flight."""
+        """Track the cached prefix of a waiting request, unless it has a token in flight."""
         if not self.in_flight[state.row]:
             self.prefixes.track(state, int(self.pinned_kind[state.row]))
 
     def start(self, row: int, slot: int, kind: int, num_found: int) -> None:
-        """Mark a waiting request as running, after it got its first blocks and `num_found` cached positions."""
+        """Mark a waiting request as running, after it has got its first blocks and `num_found` cached positions."""
         state = self.state(row)
         if self.prefixes.hits is not None:
             self.prefixes.hits.end(row)
@@ -419,7 +419,7 @@ class RequestStates(ColumnTable):
             state.metrics.num_blocks = int(table.num_blocks[row] + table.num_shared[row])
         self.cache.release(int(table.rank[row]))
         self.computed_once[row] = max(self.computed_once[row], table.num_cached[row])
-        if table.num_cached[row] < self.found_before[row]:  # the others have still not been computed
+        if table.num_cached[row] < self.found_before[row]:  # some positions found before are still not computed
             self.found_before[row] = max(self.found_before[row], self.found[row])
         else:
             self.found_before[row] = self.found[row]
@@ -457,7 +457,7 @@ class RequestStates(ColumnTable):
         self.cache.ownership_changed = False
 
     def lose_cache(self) -> None:
-        """Let every request with cache wait again, and forget tokens in flight, after a failed step destroyed the
+        """Make all requests with cache wait again and discard tokens in flight, after a failed step has destroyed the
         pool."""
         table = self.table
         self.lost_by[(self.status == RUNNING) | (self.status == ENDING)] = RecomputeCause.FAILED_STEP
@@ -495,7 +495,7 @@ class RequestStates(ColumnTable):
         prompt_logprobs: PromptLogprobs | None = None,
         pooled: NDArray[np.float32] | None = None,
     ) -> None:
-        """End a request in any state; all requests end here, unless the engine itself stops (`end_all`)."""
+        """End a request, whatever its status. All requests end here, unless the engine itself stops (`end_all`)."""
         row = state.row
         if self.status[row] == RUNNING:
             self.release(row, FREE)

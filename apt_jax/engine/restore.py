@@ -1,9 +1,9 @@
-"""Chooses, by the cost model, between copying cached groups from host memory and computing them again.
+"""Chooses between copying cached groups from host memory and computing them again, based on the cost model.
 
-A waiting request may find groups that are only in host memory. Copying them takes time on the link to the device,
-computing them takes time on the device; which is faster depends on the machine, the model, the kind and the lengths. A
-request that begins with keys and values may also compute them from cached layer inputs: fewer bytes are copied than for
-keys and values, and less is computed than from the tokens (the idea of HCache).
+A waiting request may find groups that are only in host memory. Copying them takes time on the link to the device, and
+computing them takes time on the device; which is faster depends on the machine, the model, the kind and the lengths.
+Keys and values can also be computed from cached layer inputs: this copies fewer bytes than copying keys and values, and
+computes less than starting from the tokens (the idea of HCache).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ class RestoreChoice:
     """Decides whether to copy groups from host memory; used as `PrefixHitTracker.restores`.
 
     Args:
-        costs: returns the current cost model; copies are free if their costs are not known.
-        block_sizes, blocks_per_group: properties of the cache, by kind.
+        costs: function that returns the current cost model; copies count as free if their costs are not known.
+        block_sizes, blocks_per_group: properties of the cache for each kind.
         max_num_batched_tokens: maximum number of tokens in a step; the base cost is added for each step.
     """
 

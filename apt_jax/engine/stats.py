@@ -38,7 +38,7 @@ class EngineStats:
     """Best-effort requests (class "be") in `num_running` and `num_ending`."""
     waiting_prompt_tokens: int
     waiting_uncached_tokens: int
-    """Positions of the waiting requests, outputs of preempted requests included, without their cached prefixes."""
+    """Uncached positions of the waiting requests, including output tokens of preempted requests."""
     total_blocks: int
     free_blocks: int
     """Blocks that can be allocated, including idle cached blocks."""
@@ -46,18 +46,18 @@ class EngineStats:
     """Blocks of cached prefixes that no request holds; they can be allocated at any time."""
     blocks_by_kind: dict[str, int]
     requests_by_kind: dict[str, int]
-    """Running requests by kind."""
+    """Number of running requests, keyed by cache kind."""
     iterations: dict[str, int]
-    """Steps run, by `Plan.iteration`."""
+    """Number of steps run, keyed by `Plan.iteration`."""
     num_preemptions: int
     kind_switches: dict[tuple[str, str], int]
-    """Requests scheduled again with another cache kind after they lost their cache, by (from, to)."""
+    """Number of requests that lost their cache and were scheduled with another cache kind, keyed by (from, to)."""
     num_conversions: int
     """Number of conversions of requests from layer inputs to keys and values."""
     recomputed_tokens: int
     """Positions recomputed after preemptions and failures."""
     recomputed_by_cause: dict[str, int]
-    """`recomputed_tokens` by cause; keys are the names of `RecomputeCause` in lower case."""
+    """`recomputed_tokens` for each cause; keys are the names of `RecomputeCause` in lower case."""
     prefix_cache_queries: int
     """Prompt tokens of requests that have been scheduled; 0 without prefix caching."""
     prefix_cache_hits: int
@@ -81,9 +81,9 @@ class EngineStats:
     host_hit_tokens: int
     """Positions of new and of preempted requests that were copied from host memory instead of being computed."""
     restores: dict[str, int]
-    """Requests whose cached groups were only in host memory: "kv" and "hidden" groups were copied, "recomputed" groups
-    were computed again, which was faster. "converted" counts requests that began with keys and values computed from
-    cached layer inputs, on the device or in host memory."""
+    """Number of requests whose cached prefix was restored, keyed by method. "kv", "hidden": groups of this kind were
+    copied from host memory; "recomputed": groups in host memory were computed again, because that was faster;
+    "converted": keys and values were computed from cached layer inputs, on the device or in host memory."""
     num_lost_groups: int
     """Groups of blocks in host memory lost because a transfer failed or a checksum was wrong."""
     disk_bytes: int
@@ -98,7 +98,7 @@ class EngineStats:
     num_unwritten_groups: int
     """Groups of blocks not written because the disk failed, was full or was too slow."""
     finished: dict[str, int]
-    """Ended requests by finish reason."""
+    """Number of ended requests, keyed by finish reason."""
     num_rejected: int
     """Requests that admission rejected."""
     num_slo_at_risk_admitted: int
@@ -114,11 +114,11 @@ class EngineStats:
     num_deferred_requests: int
     """Rows of plans that did not run because too few blocks were free."""
     num_discarded_tokens: int
-    """Tokens discarded because their request had ended while the step was in flight."""
+    """Tokens discarded because their request ended while the step was in flight."""
     num_invalid_plan_rows: int
     """Rows of plans that violated the contract of `Plan`; a value above 0 is a bug in the policy."""
     fallback_iterations: int
-    """Iterations that `fcfs` scheduled because the policy raised or its plan violated the contract."""
+    """Iterations scheduled by `fcfs` because the policy raised an error or its plan violated the contract."""
     step_failures: int
     compilations: int
     step_tokens: Distribution
@@ -138,8 +138,8 @@ class EngineStats:
     """Median time to fill token masks, over the last 4,096 steps with masks, milliseconds; part of the host time."""
     mask_p99_ms: float
     cost_errors: dict[str, float]
-    """Mean relative error of the step times that `StepCosts` predicts, for "prefill" (steps with chunks) and "decode",
-    over about the last 32 measured steps; every eighth step is measured. Empty without a cost model."""
+    """Mean relative error of the step times predicted by `StepCosts`, for "prefill" (steps with chunks) and "decode",
+    over about the last 32 compared steps; every eighth step is compared. Empty without a cost model."""
     busy_s: float
     """Total time of the steps, seconds."""
     expected_wait_s: float | None
@@ -239,7 +239,7 @@ def collect_stats(
 
 
 def usage_of(states: RequestStates, counters: EngineCounters, tenant: str) -> TenantUsage:
-    """Return counters and gauges of a tenant."""
+    """Return the counters and gauges of a tenant."""
     running, waiting = (
         int(np.count_nonzero(states.table.tenant[states.rows(status)] == states.tenants.get(tenant, -1)))
         for status in (RUNNING, WAITING)

@@ -20,7 +20,7 @@ from apt_jax.executor import Executor, MaskedStepHandle
 from apt_jax.sched.view import Plan
 
 _COST_ERROR_EVERY = 8
-"""Every n-th step of a type is compared with the cost model."""
+"""One in this many steps of a type is compared with the cost model."""
 
 
 class StepRunner:
@@ -30,11 +30,11 @@ class StepRunner:
         executor: runs the steps.
         cache: cancels the saves of a step that could not be dispatched.
         builder: updates the counts for dispatched steps.
-        masks: fills the masks of steps that wait for them.
+        masks: fills the token masks that steps wait for.
         committer: commits the step in flight if dispatching the next step fails.
         recovery: resets the engine after a failure.
-        recorder: reports decisions when their steps end.
-        policies: in its debug mode, failures raise.
+        recorder: reports each decision when its step ends.
+        policies: if it is in debug mode, assertion errors of the executor are raised.
         counters: counts the steps.
 
     Attributes:
@@ -117,8 +117,8 @@ class StepRunner:
         )
 
     def _predicted_s(self, plan: Plan, batch: StepBatch, costs: StepCosts) -> float | None:
-        """Return the duration predicted by the cost model, seconds, for every eighth step of a type, because a
-        prediction takes about 0.01 ms; None: no prediction."""
+        """Return the duration predicted by the cost model, seconds; None: no prediction. Only every eighth step of a
+        type is predicted, because a prediction takes about 0.01 ms."""
         if self._counters.iterations[plan.iteration] % _COST_ERROR_EVERY:
             return None
         step_s = costs.step_s(batch.num_tokens, batch.start, batch.kind)
@@ -153,7 +153,7 @@ class StepRunner:
             self._raise_in_debug(error)
             pending, self.pending = self.pending, None
             self._recover(error, step)
-            if pending is not None:  # computed on the same pool, after the step that failed
+            if pending is not None:  # it used the same pool, after the failed step
                 self._recorder.end_step(pending, None)
             return None
         now_s = time.perf_counter()

@@ -1,7 +1,7 @@
 """Timelines of requests: when they waited (and why), ran, changed their cache kind, or lost their cache.
 
-Timelines are made from the same `Iteration`s that subscribers get, and kept for the latest requests. Consecutive steps
-of one type are one event. All times are milliseconds since the arrival of the request.
+Timelines are built from the `Iteration`s that subscribers also get, and kept for the latest requests. Consecutive steps
+of the same type are a single event. Times of events are in milliseconds since the arrival of the request.
 """
 
 import collections
@@ -45,7 +45,7 @@ class RequestTimeline:
     prompt_len: int
     events: "collections.deque[Event]"
     num_dropped: int = 0
-    """Number of events dropped after the first event."""
+    """Number of events dropped; the first event is always kept."""
     begun_at: int
     """Number of the first iteration that may concern the request."""
     waits_since: int | None
@@ -56,7 +56,7 @@ class RequestTimeline:
         """Return the timeline as JSON data, limited to the details that the sender of the request may see.
 
         Args:
-            others: True: the sender may see counts of other requests and of the engine's steps.
+            others: True: include details that depend on other requests.
         """
         left_out = () if others else _OF_OTHERS
         return {
@@ -75,7 +75,8 @@ class RequestTimeline:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return a summary of the request; times are as in `as_json`, `arrival_s` is on the engine's clock."""
+        """Return a summary of the request; times are as in `as_json`, except that `arrival_s` is on the engine's
+        clock."""
         last = self.events[-1] if self.events else None
         kinds = [e.details["kind"] for e in self.events if e.event in ("prefill", "decode")]
         state = "waiting" if self.waits_since is not None else "running"
@@ -94,9 +95,9 @@ class TimelineLog:
     """Timelines of the latest requests; not thread-safe.
 
     Args:
-        num_requests: number of requests kept.
-        max_num_seqs: number of slots of the batch.
-        blocks_needed: returns the minimum number of blocks for a number of tokens.
+        num_requests: maximum number of requests that are kept.
+        max_num_seqs: maximum number of running requests.
+        blocks_needed: function that returns the minimum number of blocks for a number of tokens.
     """
 
     def __init__(
@@ -110,10 +111,10 @@ class TimelineLog:
         self._blocks_needed = blocks_needed
         self._requests: collections.OrderedDict[str, RequestTimeline] = collections.OrderedDict()
         self._states: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_NUM_STATES)
-        """(iteration number, free blocks, running requests) of the last iterations."""
+        """(iteration number, free blocks, running requests) of each of the last iterations."""
 
     def of(self, request_id: str) -> RequestTimeline | None:
-        """Return the timeline of the last request with this id; None: it is not kept."""
+        """Return the timeline of the last request with this id; None: it is not, or no longer, kept."""
         return self._requests.get(request_id)
 
     def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestTimeline]]:
@@ -197,7 +198,8 @@ class TimelineLog:
         self._states.append((iteration.number, iteration.free_blocks, iteration.num_running))
 
     def _lose(self, iteration: Iteration, request_id: str) -> None:
-        """Add a "lost" event, once per failure even though the following step is also reported as failed."""
+        """Add a "lost" event, only once per failure, although the step after the failed step is reported as failed
+        too."""
         request = self._in(iteration, request_id)
         if request is None:
             return
@@ -206,8 +208,8 @@ class TimelineLog:
         request.waits_since = iteration.number + 1
 
     def _add_wait(self, request: RequestTimeline, iteration: Iteration) -> None:
-        """Add the wait until now, and count its causes: for each decision without the request, too few free blocks, no
-        free slot, or other requests that went first. Only recent iterations are counted."""
+        """Add the wait until now, and count its causes: for each iteration without the request, too few free blocks, no
+        free slot, or other requests that were scheduled first. Only recent iterations are counted."""
         since, request.waits_since = request.waits_since, None
         iterations = iteration.number - (since or 0)
         if iterations <= 0:

@@ -116,7 +116,7 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
         return choose
 
     changed = {"prefill" if op == "prefill_hidden" else op for op in missing}
-    # XLA's decode ops process rows in tiles, so a step with one of them costs as much as a step of XLA's ops.
+    # XLA's decode ops process rows in tiles, so a step with one of them costs as if all its decode ops did.
     rows = ops.rows_per_tile if changed == {"prefill"} else max(ops.rows_per_tile, xla.rows_per_tile)
     shards = ops.takes_shards - changed
     either_of = {op: either(op) for op in ATTENTION_OPS if op in changed}
@@ -124,7 +124,7 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
 
 
 def _rules_of(rules: LogitModifiers | None) -> frozenset[str]:
-    """Return the logit modifiers of one layer, by their names in `EXTRAS`."""
+    """Return the names in `EXTRAS` of one layer's logit modifiers."""
     if rules is None:
         return frozenset()
     given = {"softcap": rules.softcap, "alibi": rules.slopes, "window": rules.window}
@@ -165,7 +165,7 @@ def check_attention(config: EngineConfig, device: Any, read_model: Callable[[], 
         read_model: function that returns the model's configuration; called only if the check depends on it.
 
     Raises:
-        ConfigError: the kernels cannot run; the message is one line with the reason and what to do.
+        ConfigError: the kernels cannot run; the message is one line that gives the reason and a remedy.
     """
     try:
         check_platform(config.attention_backend or "", device.platform)

@@ -15,7 +15,7 @@ from apt_jax.core.step import StepBatch, StepResult
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error means that memory of the host or the device is exhausted."""
+    """Return True if an error means that host or device memory is exhausted."""
     is_the_devices = isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
     return is_the_devices or isinstance(error, MemoryError)
 
@@ -43,7 +43,7 @@ class StepHandle(Protocol):
 
 
 class MaskedStepHandle(StepHandle, Protocol):
-    """A step dispatched up to sampling, which still needs masks.
+    """A step dispatched up to sampling, which needs masks first.
 
     The forward pass takes most of the time and needs no masks: while it runs, the host fetches the tokens of the
     previous step and computes which tokens may follow them.

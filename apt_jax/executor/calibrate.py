@@ -38,23 +38,23 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _MIN_POINTS = 8
 """Minimum number of points of each phase, measured regardless of the budget."""
 _GRID_RUN = 3
-"""Number of episodes of a round per episode as served."""
+"""Number of episodes of a round after which an episode as served is added."""
 _REPEATS = 3
 """Number of measurements of a step with chunks; the median is used."""
 _DECODE_RUN = 5
-"""Number of decode steps on a CPU whose median is used. As many steps are run before them and ignored, or only 1 if
-steps take longer than `_LONG_S`."""
+"""Number of decode steps on a CPU whose median is used, after as many steps that are ignored. If steps take longer than
+`_LONG_S`: the median of `_REPEATS` steps after 1 ignored step."""
 _LONG_S = 0.02
 _SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 200, 1 / 4
-"""Shares of the budget. A step that takes more than the first is measured once, unless it is held out; a step that is
-expected to take more than the second is not measured."""
+"""Shares of the budget. A step that takes more than the first (and `_FAST_S` / 10) is measured once, unless it is held
+out; a step that is expected to take more than the second is not measured."""
 _FAST_S = 0.5
 """Seconds below which a step is measured regardless of the budget."""
 
 
 def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]) -> StepBatch:
-    """Return a valid batch over arbitrary cache contents, given the kind, cached tokens and tokens to compute of each
-    row. Rows share blocks if the pool is too small."""
+    """Return a valid batch over arbitrary cache contents, given each row's kind, number of cached tokens and number of
+    tokens to compute. Rows share blocks if the pool is too small."""
     n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
     need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
     tables = np.zeros((n, 2, max(need)), np.int32)
@@ -157,7 +157,8 @@ _TRANSFERS = 8
 def _transfers_s(
     executor: JaxExecutor, host: HostPool, rng: np.random.Generator
 ) -> Generator[float, None, list[float]]:
-    """Measure the transfer times for `StepCosts`, seconds: load_base_s, load_per_block_s, save_per_block_s.
+    """Measure the transfer times of `StepCosts`, and return them in seconds: load_base_s, load_per_block_s,
+    save_per_block_s.
 
     A load is timed with the check of its blocks and the step that follows, minus the same step without a load. A save
     is timed from its dispatch until its blocks are in host memory. The results are non-negative least-squares fits.
@@ -202,7 +203,8 @@ class _Meter:
     Attributes:
         spent_s: total time of all steps so far, seconds.
         points: measured points.
-        seen_s: time of the last step of each program with chunks, seconds.
+        seen_s: step time of each program with chunks, seconds: of its first run, later the median of the measured
+            steps.
     """
 
     def __init__(self, executor: JaxExecutor, budget_s: float) -> None:
@@ -212,8 +214,8 @@ class _Meter:
         self.seen_s: dict[tuple[int, int], float] = {}
 
     def is_too_slow(self, program: tuple[int, int]) -> bool:
-        """Return True if a step of this program is expected to take too much of the budget, judging by its last step
-        or, scaled by tokens, by steps of other programs."""
+        """Return True if a step of this program is expected to take too much of the budget. The expected time is its
+        `seen_s`; if it has not run, the smallest `seen_s` of other programs, scaled up by tokens."""
         guesses = [of_s * max(1.0, program[1] / max(1, tokens)) for (_, tokens), of_s in self.seen_s.items()]
         expected_s = self.seen_s.get(program, min(guesses, default=0.0))
         return expected_s > max(_FAST_S, _TOO_SLOW_SHARE * self._budget_s)
@@ -223,7 +225,7 @@ class _Meter:
         interrupted."""
         executor, program = self._executor, episode.program
         batches = [synthetic_batch(executor, *step) for step in (episode.prefill, episode.decode) if step is not None]
-        if program not in self.seen_s:  # the first run of a program is not used
+        if program not in self.seen_s:  # the first run of a program is left out of the fit
             self.seen_s[program] = self._spend([step_time_s(executor, batches[0])])
             yield
         is_slow = self.seen_s[program] > max(_FAST_S / 10, _SLOW_SHARE * self._budget_s)
@@ -403,7 +405,7 @@ def load_calibration(path: Path) -> CostModel | None:
 
 
 def store_calibration(model: CostModel, path: Path) -> None:
-    """Write a fit for `load_calibration`, replacing the file atomically."""
+    """Write a fit that `load_calibration` can read, replacing the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_verified(path, json.dumps(dataclasses.asdict(model), indent=1).encode())
 

@@ -1,7 +1,7 @@
 """Draws the steps that a calibration times: every program over its whole range, and steps like a server's.
 
-A round has every program once, over random rows, contexts, kinds, chunks and prefixes, so that the fit can separate
-their effects. Steps as served have lengths and mixtures as in a chat service, and measure how well a fit predicts.
+A round runs every program once, with random rows, contexts, kinds, chunks and prefixes, so that the fit can separate
+their effects. Steps as served have the lengths and mixtures of a chat service; they measure how well a fit predicts.
 """
 
 import dataclasses
@@ -66,12 +66,12 @@ class CalibrationSteps:
             self._room = executor.num_blocks * executor.block_size // 2
 
     def round(self, *, ends_first: bool = False) -> list[Episode]:
-        """Return episodes that run every program a step can need once, in random order; about half of the episodes have
-        a decode step.
+        """Return episodes that run every program a step can need once, in random order; at least about half of the
+        episodes have a decode step.
 
         Args:
-            ends_first: True: run the smallest and largest sizes first, then repeatedly the middle of the largest gap,
-                so that sizes in between can be interpolated early.
+            ends_first: True: instead of the random order, run the smallest and largest sizes first, then repeatedly the
+                middle of the largest gap, so that sizes in between can be interpolated early.
         """
         decodes = [i for i in range(len(self._shapes.decode_buckets)) if self._fewest(i) <= self._max_num_seqs]
         prefills = list[tuple[int, bool]]()
@@ -165,8 +165,8 @@ class CalibrationSteps:
         return Step(self._kinds(count), self._contexts(count, self._max_len), [1] * count)
 
     def _prompts(self, bucket: int, with_decode: bool) -> Step:
-        """Return chunks that need this bucket of tokens, possibly with decode rows, which run in the same program or a
-        separate one."""
+        """Return a step whose chunks need this bucket of tokens; it may also have decode rows, in the same program or
+        in a separate program."""
         rng, buckets, max_len = self._rng, self._shapes.prefill_buckets, self._max_len
         low, high = (buckets[bucket - 1] + 1 if bucket else 1), min(buckets[bucket], self._most_tokens(with_decode))
         total = int(rng.integers(min(max(low, 2), high), high + 1))
@@ -179,7 +179,7 @@ class CalibrationSteps:
         rest = total - more * chunks
         cuts = np.sort(rng.choice(np.arange(1, rest), chunks - 1, replace=False))
         lens = np.minimum(np.diff([0, *cuts.tolist(), rest]) + more, max_len).tolist()
-        for i in range(chunks):  # distribute what exceeds `max_len`
+        for i in range(chunks):  # distribute the tokens of chunks that exceed `max_len`
             lens[i] = min(max_len, lens[i] + total - sum(lens))
         beside = 0
         if with_decode or (not self._shapes.mixed and rng.random() < 1 / 3):
@@ -194,7 +194,7 @@ class CalibrationSteps:
         return Step(kinds, starts, lens + [1] * beside)
 
     def _hidden_prefix(self) -> int:
-        """Draw the number of hidden prefix positions of a step, within the range of a program size; each size is drawn
+        """Draw the number of hidden prefix positions of a step from the range of one program size. Each size is drawn
         half as often as the next smaller size, because it takes longer. 0: no requirement."""
         sizes = [0, *sorted({room for _, room in self._shapes.prefix_sizes if room and room < self._room}), self._room]
         if HIDDEN not in self._offered or not self._shapes.prefix_sizes:

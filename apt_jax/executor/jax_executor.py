@@ -2,7 +2,8 @@
 
 A step is packed on the host (`packing`) and runs as one or two jitted programs (`programs`), called by the
 `ProgramRunner` (`runner`). `warm_up` compiles all programs for every bucket. `warm_up_first` compiles only the smallest
-set that can run every step, and the others are compiled while steps run (`ready_programs`). A step never compiles.
+set that can run every step, and the others are compiled while steps run (`ready_programs`). A step compiles no programs
+except those for prompt log probabilities and embeddings, if they are not ready (`prompt_logprobs`).
 
 The pools and the per-slot arrays (block tables, last tokens, token counts for penalties) are donated to the programs
 and replaced by their results. All integers of a program are sent to the device as one vector and split there by static
@@ -82,13 +83,13 @@ class JaxExecutor:
     """Implements `apt_jax.executor.Executor` on one device, or on several devices that share the model.
 
     Args:
-        params: weights, all of one dtype, which is also that of activations and cache. Without a `mesh` they must be on
-            the device.
+        params: weights, all of one dtype, which is also the dtype of activations and cache. Without a `mesh`, they must
+            be on the device.
         cache: block size, pool size, cache kinds that may occur, and attention of hidden rows.
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step, which determine the buckets.
-        mixed: run steps with decode rows and prompt chunks as one program, with separate attention for both. False:
-            such a step runs as two programs, one after the other, or, if some rows sample under a mask, as one program
-            that computes all rows as chunks. None: True unless programs branch (`KernelBackend.branches`).
+        mixed: run steps with decode rows and prompt chunks as one program, which computes attention separately for the
+            two. False: such a step runs as two programs, one after the other, or, if some rows sample under a mask, as
+            one program that computes all rows as chunks. None: True unless programs branch (`KernelBackend.branches`).
         attention: attention implementation, or its name for `apt_jax.backends.attention_ops`; None: the platform's
             default.
         quantization: "int8": see `models.quantize`; "gguf": each `GroupedMatrix` stays in integers; None: weights are
@@ -96,11 +97,11 @@ class JaxExecutor:
         mesh: mesh of the devices that share the model, from `models.sharding.tensor_mesh`; None: one device.
         conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`), if
             both kinds are offered; False: `can_convert` is False.
-        adapters: LoRA adapters that rows may use; one step may use all of them. One device only.
+        adapters: LoRA adapters that rows may use; one step may use all of them. Supported only on one device.
         both_ends: rows may fill blocks from the right end (`StepBatch.block_tables`). Blocks are then not converted.
         huge_pages: on CPUs, move weights and pool to pages of 2 MiB immediately; False: the caller does so later
             (`host_buffers`).
-        load_executables: load programs that an earlier start has compiled and stored (`executables`).
+        load_executables: load programs that an earlier start compiled and stored (`executables`).
         keep_params: the caller continues to use `params`. False: arrays that sharding or int8 quantization replaces are
             deleted.
 
@@ -201,7 +202,8 @@ class JaxExecutor:
             self.allocate()
 
     def _sized_runner(self, mesh: Mesh | None, specs: Any) -> ProgramRunner:
-        """Return the runner of the programs for a pool of `num_blocks_override` blocks, or as large as memory allows.
+        """Return a program runner for a pool of `num_blocks_override` blocks; if that is None, for the largest pool
+        that fits in memory.
 
         If the pool is in device memory, the programs with the largest temporaries are compiled first to measure them;
         temporaries do not depend on the size of the pool.
@@ -250,7 +252,7 @@ class JaxExecutor:
             raise
 
     def _prepared(self, params: ModelParams, ops: KernelBackend, *, keep: bool) -> ModelParams:
-        """Return the weights in the form that programs use, before any sharding. Unless `keep`, weights that int8
+        """Return the weights in the layout that programs use, before any sharding. Unless `keep`, weights that int8
         quantization replaces are deleted layer by layer."""
         hidden, dtype, alone = self.kinds_offered.hidden, params.dtype, self.num_devices == 1
         tiles = alone and ops.tiles and dtype in (jnp.float32, jnp.bfloat16)
@@ -312,7 +314,7 @@ class JaxExecutor:
         except Exception as error:
             if isinstance(error, ConfigError) or is_out_of_memory(error) or not self.programs.forget_loaded():
                 raise
-            logger.warning("a loaded program did not run, compiling all programs (%s)", one_line(str(error)))
+            logger.warning("a loaded program did not run; compiling all programs (%s)", one_line(str(error)))
             if self.runner.is_allocated:
                 self.clear()
             prepare()
@@ -382,7 +384,7 @@ class JaxExecutor:
         """Allocate the pool and the per-slot arrays again after a failed step; all cache is lost.
 
         Raises:
-            RuntimeError: several hosts take part; they cannot be reset together.
+            RuntimeError: there are several hosts, which cannot be reset together.
         """
         if self.leader is not None:
             time.sleep(1.0)  # if a lost rank caused the failure, its message comes first
@@ -406,12 +408,12 @@ class JaxExecutor:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in the form that programs use; shared arrays count once."""
+        """Bytes of the weights in the layout that programs use; shared arrays count once."""
         return sum(array.nbytes for array in {id(array): array for array in jax.tree.leaves(self.params)}.values())
 
     def host_buffers(self) -> list[tuple[int, int]]:
-        """Return address and size in bytes of each array of weights and pools that is on one device. New pools use huge
-        pages from now on."""
+        """Return address and size in bytes of each array of weights and pools that is on one device. Pools allocated
+        later use huge pages."""
         if self.platform != "cpu":
             return []
         self._huge_pages = True
@@ -419,7 +421,7 @@ class JaxExecutor:
         return [(array.unsafe_buffer_pointer(), array.nbytes) for array in arrays if len(array.devices()) == 1]
 
     def run_plan(self, plan: Plan) -> Any:
-        """Make a call that rank 0 announced, and return arrays whose readiness can be awaited."""
+        """Make a call that rank 0 announced, and return arrays that the caller can wait for."""
         return self.runner.run_plan(plan)
 
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
@@ -503,7 +505,7 @@ class JaxExecutor:
         return PendingMaskHandle(dispatch=lambda masks: sample(pack_masks(masks, places, bucket, step_format)))
 
     def _pack_penalties(self, batch: StepBatch, rows: NDArray[np.int64], bucket: int) -> Ints:
-        """Pack the sampler's inputs for penalties, and send the changes of token counts that do not fit."""
+        """Pack the sampler's inputs for penalties, and send the changes of token counts that do not fit into them."""
         runner, counting = self.runner, rows_that_count(batch, rows)
         changes = runner.sent_counts.take_changes(
             batch.slots[counting].tolist(), [batch.history[r] for r in counting], batch.prompt_len[counting].tolist()

@@ -151,8 +151,8 @@ def plan_executor(
         attention = attention or "xla"
         if attention == "cpu":
             raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")
-    # Over several devices, hidden rows need no feature that the ops in `takes_shards` lack (`sharding.hidden_refusal`,
-    # no adapters), and the other ops are XLA's.
+    # Over several devices, hidden rows need no features that the ops in `takes_shards` lack (`sharding.hidden_refusal`
+    # rejects such models, and there are no adapters); the other ops are XLA's.
     extras = needed_extras(
         config, hidden_mode, kv=kinds.kv, hidden=hidden and num_devices == 1, adapted_keys=bool(adapt_keys)
     )

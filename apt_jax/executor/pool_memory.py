@@ -115,7 +115,7 @@ class PoolMemory:
         return blocks
 
     def _least(self, number: int, mesh: Mesh) -> int:
-        """Return the minimum of `number` over the processes of all devices."""
+        """Return the minimum of `number` over the processes that have devices of the mesh."""
         own = np.full(1, min(number, 2**31 - 1), np.int32)
         all_said = jax.make_array_from_callback((mesh.size,), self.placed(P(parallel.AXIS)), lambda _: own)
         return int(jax.jit(jnp.min, out_shardings=self.placed(P()))(all_said))
@@ -138,7 +138,8 @@ class PoolMemory:
         return self._device if self._mesh is None else NamedSharding(self._mesh, spec)
 
     def described(self, shape: tuple[int, ...], dtype: Any, spec: P | None = None) -> jax.ShapeDtypeStruct:
-        """Return the shape of an array on the pool's devices, sharded by `spec`; None: replicated."""
+        """Return the shape, dtype and sharding of an array on the pool's devices, sharded by `spec`; None:
+        replicated."""
         where = self.placed(spec or P())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where if self._mesh else SingleDeviceSharding(where))
 
@@ -153,7 +154,7 @@ class PoolMemory:
         return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._config.num_layers))
 
     def host_blocks(self) -> HostBlocks:
-        """Return shape and dtype of one block over all layers and devices in host memory."""
+        """Return the shape and dtype in host memory of one block over all layers and devices."""
         return HostBlocks((self._config.num_layers, *self._block_shape), self._dtype)
 
     def placed_rows(self, rows: np.ndarray) -> Array:

@@ -1,2 +1,2 @@
-"""Interfaces to the engine, offline (`llm`) and asynchronous (`async_engine`), and the code that builds engines
+"""Offline (`llm`) and asynchronous (`async_engine`) interfaces to the engine, and the code that builds engines
 (`builder`)."""

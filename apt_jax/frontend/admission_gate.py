@@ -60,11 +60,11 @@ class AdmissionGate:
         return None
 
     def begin_step(self, snapshot: QueueSnapshot, pending: Iterable[EngineRequest]) -> None:
-        """Use this snapshot from now on; `pending` holds the requests in the inbox that it does not include."""
+        """Use this snapshot from now on; `pending`: the requests in the inbox that the snapshot does not include."""
         self.snapshot, self._pending = snapshot, PendingArrivals()
         for request in pending:
             self._pending.add(self.demand_of(request))
 
     def end_step(self) -> None:
-        """Reject nothing until the next step begins: finished requests free capacity."""
+        """Reject nothing until the next step begins, because finished requests have freed capacity."""
         self.snapshot = None

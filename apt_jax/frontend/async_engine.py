@@ -23,8 +23,8 @@ Under the GIL a look-up sees the dict before or after a change, never in between
 gate can only reject, with an error that invites a retry, and the engine decides about all other requests. Without the
 GIL the look-ups would be data races: free-threaded Python is not supported.
 
-Once the engine thread has ended, `call` runs functions in its caller's thread. If a step hangs or another host is lost
-(`fail`), another thread ends all streams and answers all requests and functions in the inbox.
+Once the engine thread has stopped, `call` runs functions in its caller's thread. If a step hangs or another host is
+lost (`fail`), another thread ends all streams, rejects the requests in the inbox and runs the functions in it.
 """
 
 import asyncio
@@ -79,11 +79,11 @@ class AsyncEngine:
 
     Args:
         parts: the engine and its components, from `apt_jax.build_engine`; from now on this object owns them.
-        observer: is notified when requests end or are rejected.
+        observer: notified when requests end or are rejected.
         step_timeout_s: time in seconds after which an iteration counts as hung, raised to 20 times the larger of the
             recent 99th-percentile step time and the calibrated time of a full step. If an iteration hangs, every
-            request fails with `EngineDeadError` and `wait_ended` returns. The thread cannot be stopped, so exit the
-            process. None: no limit.
+            request fails with `EngineDeadError` and `wait_ended` returns. The thread cannot be stopped, so the process
+            must exit. None: no limit.
         decision_log: number of requests whose `decisions` are kept; 0: no decisions are kept.
     """
 
@@ -165,7 +165,7 @@ class AsyncEngine:
         return RequestStreamGroup(streams, updated)
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """Compile rarely used programs that the requests need, while the engine runs; call this before `submit`.
+        """Compile the rarely used programs that the requests need, while the engine runs; call this before `submit`.
 
         It returns at once if the programs are already compiled. If such a request is submitted without this call, all
         requests wait for the compiler.
@@ -264,7 +264,7 @@ class AsyncEngine:
                 self._inbox.append(run)
                 self._work.notify()
                 return future
-        run()  # the engine thread has ended, nobody else uses the engine
+        run()  # the engine thread has stopped, so no other thread uses the engine
         return future
 
     @property
@@ -289,7 +289,7 @@ class AsyncEngine:
         return None if error is None or isinstance(error, EngineClosedError) else str(error)
 
     async def wait_ended(self) -> str | None:
-        """Wait until the loop has ended; returns `dead_reason`."""
+        """Wait until the engine loop has stopped, and return `dead_reason`."""
         await asyncio.shield(asyncio.wrap_future(self._end))
         return self.dead_reason
 
@@ -374,8 +374,7 @@ class AsyncEngine:
             pass
 
     def _run_iteration(self) -> bool:
-        """Run one iteration of the loop; after the last iteration, end all streams and the engine. False: the loop is
-        over."""
+        """Run one iteration of the loop; after the last iteration, end all streams and the engine, and return False."""
         try:
             if self._iterate():
                 return True
@@ -388,11 +387,11 @@ class AsyncEngine:
                 )
         except BaseException as caught:
             logger.critical("the engine loop failed: %s", type(caught).__name__, exc_info=caught)
-            self.fail("internal error")  # unless the watchdog was faster
+            self.fail("internal error")  # no effect if the watchdog was faster
         return False
 
     def _is_due(self) -> bool:
-        """Return whether the engine thread has work. The caller holds the inbox's lock."""
+        """Return True if the engine thread has work. The caller holds the inbox's lock."""
         return bool(self._inbox) or self._engine.has_work or self._closing
 
     def _iterate(self) -> bool:
@@ -451,14 +450,14 @@ class AsyncEngine:
                     break
                 self._inbox.popleft()
             self._add(first)
-        self._wake()  # those that were rejected
+        self._wake()  # the readers of requests that were rejected
         snapshot = self._engine.queue_snapshot()
         with self._work:
             pending = [command.request for command in self._inbox if isinstance(command, RequestStream)]
             self._gate.begin_step(snapshot, pending)
 
     def _step(self) -> list[StepOutput] | None:
-        """Run one step of the engine; None: it took so long that the watchdog has ended all streams."""
+        """Run one step of the engine; return None if it took so long that the watchdog has ended all streams."""
         outputs = self._engine.step()
         with self._work:
             self._gate.end_step()
@@ -589,7 +588,7 @@ class AsyncEngine:
         self._wake()
 
     def _empty_inbox(self) -> None:
-        """Answer all requests and functions left in the inbox, whatever the engine's state, so that no caller waits
+        """Reject all requests and run all functions left in the inbox, whatever the engine's state; no caller may wait
         forever."""
         while self._inbox:
             with self._work:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from apt_jax.models.lora import LoraAdapter
 
 DEFAULT_CALIBRATION_S = 10.0
-"""Approximate duration of a calibration at start, seconds; `apt-jax calibrate` takes longer and measures better."""
+"""Approximate duration of a calibration at start, in seconds; `apt-jax calibrate` takes longer and is more accurate."""
 
 _SMALLER_WEIGHTS = "choose a smaller model, a 16-bit --dtype or --quantization"
 _SMALLER_STEPS = "lower --device-memory-utilization, --num-blocks-override, --max-num-batched-tokens or --max-num-seqs"
@@ -64,7 +64,7 @@ def build_engine(
     progress: Progress | None = None,
     on_joined: "Callable[[Leader], None]" = lambda leader: None,
 ) -> EngineComponents:
-    """Load a model and make the engine that serves it.
+    """Load a model and build the engine that serves it.
 
     Args:
         config: configuration of the engine.
@@ -73,7 +73,7 @@ def build_engine(
         warm_up: compile every program now; False: each is compiled when it is first needed.
         calibrate: measure step costs if none are stored for this model, machine and configuration; stored costs are
             always used.
-        calibration_s: approximate duration of the measurement, seconds.
+        calibration_s: approximate duration of the measurement, in seconds.
         early: prepare only the programs that are needed to serve every request, and leave the other programs and the
             measurement to `BackgroundPreparation` (`EngineComponents.unprepared`). Ignored if the executor does not
             support it (`JaxExecutor.can_start_early`).
@@ -81,7 +81,7 @@ def build_engine(
         on_joined: called with the other hosts of the replica, if any, once they have joined.
 
     Raises:
-        ModelLoadError: model or tokenizer cannot be used.
+        ModelLoadError: the model or its tokenizer cannot be used.
         ConfigError: the configuration does not suit the model or the machine.
     """
     # JAX takes a second to import; validation and simulation do not need it.
@@ -206,7 +206,7 @@ def warn_of_small_pool(parts: EngineComponents) -> None:
     limits = parts.limits
     if limits.max_pool_tokens is not None and limits.max_pool_tokens < limits.max_model_len:
         logger.warning(
-            "the cache has room for %d tokens, max_model_len is %d: longer requests are rejected (--max-model-len, "
+            "the cache holds only %d tokens, max_model_len is %d: longer requests are rejected (--max-model-len, "
             "--device-memory-utilization, --num-blocks-override)",
             limits.max_pool_tokens,
             limits.max_model_len,
@@ -255,7 +255,7 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
     if ours.tensor_parallel_size == 1:
         yield None
         return
-    # Before anything is loaded.
+    # Check the model before anything is loaded.
     resolved = resolve_model(config.model, allow_preset=config.load_format == "dummy")
     model = read_model_config(resolved.fields, config.max_model_len)[1]
     parallel.check_size(model, ours.tensor_parallel_size)
@@ -270,8 +270,7 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
 
 
 def load_weights(config: EngineConfig, params: "ModelParams | None" = None) -> "tuple[LoadedModel, Mesh | None]":
-    """Load the model, with `params` as its weights if given; returns it and its device mesh, None if it is not
-    sharded."""
+    """Load the model, with `params` as its weights if given; return it and its device mesh (None: not sharded)."""
     import jax
 
     from apt_jax.executor.attention_choice import check_attention
@@ -308,7 +307,7 @@ def make_executor(
     """Make the executor of a loaded model; nothing is compiled yet."""
     from apt_jax.executor.jax_executor import JaxExecutor
 
-    with _room_for("the weights as they are used", _SMALLER_WEIGHTS), activity("laying out weights and cache"):
+    with _room_for("the weights in the executor's layout", _SMALLER_WEIGHTS), activity("laying out weights and cache"):
         return JaxExecutor(
             loaded.params,
             loaded.config,
@@ -358,14 +357,14 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         asked = re.search(r"(\d{1,20}) ?bytes", str(error))
-        needed = "" if asked is None else f" ({int(asked[1]):,} bytes were asked for)"
+        needed = "" if asked is None else f" ({int(asked[1]):,} bytes were requested)"
         free = free_memory_bytes()
         there = "" if free is None else f"; {free:,} bytes are free"
         raise ConfigError(f"no memory for {what}{needed}{there}: {advice}") from error
 
 
 def use_compile_cache() -> bool:
-    """Keep compiled programs on disk, so that the next start is quick; returns False if that is not possible.
+    """Keep compiled programs on disk, which makes the next start quick; return False if that is not possible.
 
     JAX trusts the files in this directory, so it must belong to this user only. A directory that is already configured
     in JAX stays in use.

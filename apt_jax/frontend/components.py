@@ -44,7 +44,7 @@ class FallbackSeeds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unprepared:
-    """Programs and step costs that are still missing in an engine that serves early."""
+    """Programs and step costs that an engine still lacks when it starts to serve early."""
 
     programs: "Sequence[Program]"
     """Programs not compiled yet, most useful first."""
@@ -92,7 +92,7 @@ class EngineComponents:
         return self.config.served_model_name or self.config.model
 
     def adapter_named(self, model: object) -> str | None:
-        """Return the LoRA adapter that a request selects by its model name; None: the model without an adapter."""
+        """Return the LoRA adapter that a request's model name selects; None: the model without an adapter."""
         return model if isinstance(model, str) and model in self.limits.adapters else None
 
     @property
@@ -140,7 +140,7 @@ class EngineComponents:
 
     def build_request(self, **fields: Any) -> EngineRequest:
         """Call `apt_jax.validation.build_request` with this engine's limits; the request arrives now unless `arrival_s`
-        is given. A request without a seed gets the next of `seeds`."""
+        is given. A request without a seed gets the next seed from `seeds`."""
         return self.build_requests(**fields)[0]
 
     def build_requests(self, *, n: object = 1, **fields: Any) -> list[EngineRequest]:
@@ -174,12 +174,12 @@ def build_components(
         kinds: cache kinds, indexed by `sched.KV` and `sched.HIDDEN`.
         vocab_size: V of the model.
         max_model_len: maximum length of prompt plus output, in tokens.
-        tokenizer: tokenizer of the model; None: requests and outputs have tokens only.
+        tokenizer: tokenizer of the model; None: requests and outputs have token ids only.
         eos_token_ids: tokens that end an output.
         policy: scheduling policy; None: the policy that `config.scheduler` names.
         clock: clock of the engine; None: the machine's clock.
         costs: step costs; None: all zero.
-        debug: True: the engine checks its accounting after every step.
+        debug: True if the engine checks its accounting after every step.
         disk: store of cached prefixes; None: prefixes are not stored on disk.
     """
     clock = WallClock() if clock is None else clock

@@ -3,9 +3,9 @@
 `build_engine(..., early=True)` prepares only the programs that are needed to serve every request and leaves the others
 as `components.Unprepared`. `BackgroundPreparation` prepares them once the engine runs:
 
-1. A thread compiles one program after another, on GPUs several at once. Between two steps the engine's thread runs each
-   new program once, on padding. Steps use it from then on if it fits them best; on GPUs they do so once all programs
-   are ready. No step compiles or waits for the compiler. A program that cannot be compiled for lack of device memory is
+1. A thread compiles one program after another; on GPUs, several at once. Between two steps the engine's thread runs
+   each new program once, on padding. From then on, or on GPUs once all programs are ready, the steps that it fits best
+   use it. No step compiles or waits for the compiler. A program that cannot be compiled for lack of device memory is
    left out, with a line in the log.
 2. The weights and the pool are moved to 2 MiB pages, which takes seconds if free memory is fragmented.
 3. If no step costs are stored for this machine, they are measured while the engine is idle, for half a second at a
@@ -79,7 +79,7 @@ class BackgroundPreparation:
         """Stop, and wait up to `timeout_s` seconds for the work in progress. Thread-safe; repeated calls are harmless.
 
         Returns:
-            False if a program is still being compiled: the process must exit with `os._exit`.
+            False if a program is still being compiled; the process must then exit with `os._exit`.
         """
         self._stopped.set()
         if self._thread.is_alive():
@@ -173,7 +173,7 @@ class BackgroundPreparation:
             elif points := self._call(served.points):
                 try:
                     learned = served.fit(points)
-                except (RuntimeError, ValueError) as error:  # the solver gave up: more steps may help
+                except (RuntimeError, ValueError) as error:  # the solver failed; more steps may help
                     logger.info(
                         "serving; step costs could not be estimated from %s: %s", counted(len(points), "step"), error
                     )
@@ -192,7 +192,7 @@ class BackgroundPreparation:
         logger.info("calibrated in %.1f s, in the background", time.monotonic() - started)
 
     def _use(self, model: "CostModel") -> None:
-        """Have the engine and its watchdog use these step costs."""
+        """Make the engine and its watchdog use these step costs."""
 
         def use() -> None:
             self._engine.parts = with_costs(self._engine.parts, model)
@@ -202,8 +202,8 @@ class BackgroundPreparation:
         self._call(use)
 
     def _measure(self, measuring: "Generator[float, None, CostModel]") -> "CostModel | None":
-        """Continue the measurement for `_SLICE_S` or until a request arrives; returns the cost model when it is complete,
-        else None. Runs in the engine's thread."""
+        """Continue the measurement for `_SLICE_S` or until a request arrives; return the cost model once complete, else
+        None. Runs in the engine's thread."""
         engine, until = self._engine.parts.engine, time.monotonic() + _SLICE_S
         while time.monotonic() < until and not self._engine.has_arrivals and not engine.has_work:
             engine.cache.clear_prefixes()

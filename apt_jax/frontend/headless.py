@@ -1,4 +1,4 @@
-"""Ranks of a replica other than rank 0: they run its steps and do not serve."""
+"""Ranks of a replica other than rank 0: they run the steps of rank 0 and serve no requests."""
 
 import logging
 import signal

@@ -50,12 +50,12 @@ _OPTIONS = _find_options()
 
 
 def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
-    """Replace the model and individual options of a configuration.
+    """Return a configuration in which the model and individual options are replaced.
 
     Args:
         model: see `EngineConfig`.
         config: configuration to start from; None: the defaults.
-        overrides: values by option; None leaves the option unchanged, unless None is a valid value of it.
+        overrides: values keyed by option; None leaves an option unchanged unless None is one of its valid values.
             `max_num_batched_tokens` is raised to `max_num_seqs` unless it is given.
 
     Raises:
@@ -84,7 +84,7 @@ class LLM:
     Args:
         model: a bundled name (``tiny-opt``), a directory in Hugging Face or Orbax format, a ``.gguf`` file, a hub id
             (``owner/model``), or with ``load_format="dummy"`` any known size (``opt-125m``).
-        config: configuration of the engine, whose model is replaced by `model`; None: the defaults.
+        config: configuration of the engine; `model` replaces its model. None: the defaults.
         params: weights that replace the weights in the model's files, as returned by `apt_jax.models.load_model` and
             `apt_jax.lab.training.from_nnx`; configuration and tokenizer still come from `model`. They are cast to
             ``dtype``; arrays of that dtype are shared, and must not be donated while the engine lives.
@@ -150,7 +150,7 @@ class LLM:
         """Complete prompts as one batch; the outputs are in the order of the prompts.
 
         Args:
-            prompts: a text, a list of texts, a list of token ids, or a list of such lists.
+            prompts: a string, a list of strings, a list of token ids, or a list of such lists.
             sampling_params: for all prompts, or one entry per prompt; None: the defaults (16 tokens at temperature 1).
             slo: latency objectives, for all prompts or one entry per prompt; None: `default_slo`.
             slo_class: "rt" (real time) or "be" (best effort), for all prompts or one entry per prompt; None:
@@ -161,7 +161,7 @@ class LLM:
 
         Returns:
             One output per prompt. A request that failed because of its own content has `finish_reason == "error"` and a
-            message in `error`; the others are not affected.
+            message in `error`; other requests are not affected.
 
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; then no request has run.
@@ -175,7 +175,7 @@ class LLM:
         scheduler = self.parts.config.scheduler
         most_live = scheduler.max_num_queued_reqs + scheduler.max_num_seqs
         try:
-            # disable=None: only where stderr is a terminal.
+            # disable=None: show the bar only if stderr is a terminal.
             with tqdm(total=num_open, unit="prompt", disable=None if use_tqdm else True) as bar:
                 while num_open:
                     while waiting and engine.num_live < most_live:
@@ -188,7 +188,7 @@ class LLM:
                         delta = assembler.delta(output)
                         state = states.get(output.request)
                         if state is None:
-                            continue  # of an earlier call that was interrupted
+                            continue  # output of an earlier call that was interrupted
                         state.add(delta)
                         if delta.finished:
                             num_open -= 1
@@ -307,7 +307,7 @@ class LLM:
         )
         items = [prompts] if single else prompts
         if not isinstance(items, Sequence | np.ndarray) or isinstance(items, bytes | bytearray):
-            raise InvalidRequestError("prompts", f"{json_kind(items)} is not a text, a list of texts, or token ids")
+            raise InvalidRequestError("prompts", f"{json_kind(items)} is not a string, a list of strings, or token ids")
         if len(items) == 0:
             return []
         all_params = _one_each("sampling_params", sampling_params, len(items))

@@ -50,7 +50,7 @@ class OutputDelta:
 
     def merge(self, later: "OutputDelta") -> None:
         """Append the next delta, which arrived before this delta was read."""
-        text, self.text = self.text, ""  # only text that nothing else refers to grows without a copy
+        text, self.text = self.text, ""  # a string grows without a copy only if nothing else refers to it
         text += later.text
         self.text = text
         self.token_ids += later.token_ids
@@ -67,8 +67,8 @@ class OutputDelta:
 class OutputAssembler:
     """The engine's `OutputProcessor`: detokenises, looks for stop strings, and makes `OutputDelta`s.
 
-    Requests are keyed by object, not by id: an id may be reused while the last output of its former request is in
-    flight.
+    Requests are keyed by object, not by id, because an id may be reused while the last output of its previous request
+    is in flight.
 
     Args:
         tokenizer: tokenizer of the model; None: outputs have token ids only.
@@ -80,7 +80,8 @@ class OutputAssembler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._texts: dict[EngineRequest, OutputText] = {}
         self._logged: dict[EngineRequest, int] = {}
-        """Last text token of each request; the tokens of its next log probabilities are decoded as following it."""
+        """Last token with text of each request; tokens in the next entry of `logprobs` are decoded as if they followed
+        it."""
 
     @property
     def num_open(self) -> int:
@@ -169,7 +170,7 @@ class RequestState:
 
     Args:
         request: request that the output belongs to.
-        tokenizer: decodes the tokens of prompt log probabilities; None: they have no texts.
+        tokenizer: decodes the tokens in prompt log probabilities; None: they get no text.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Startup progress: bars or lines, at least every five seconds, while programs are compiled and steps calibrated."""
+"""Startup progress: bars or lines, at least every five seconds, while the engine is prepared and calibrated."""
 
 import contextlib
 import logging
@@ -52,7 +52,7 @@ class ProgressBars:
     """Time in seconds between reports: below the promised five seconds, with a margin for a busy machine."""
     _TICK_S: ClassVar = 0.5
     _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
-    """By stage: the unit that is counted, and the word that reports the end of the stage."""
+    """Keyed by stage: the unit that is counted, and the word that reports the end of the stage."""
     _WITHOUT_PARTS: ClassVar = (LOADING, KERNELS, LAYOUT)
 
     def __init__(
@@ -79,7 +79,7 @@ class ProgressBars:
         with self._lock:
             if self._bar is None or stage != self._stage:
                 self._close_bar()
-                # disable=None: only where stderr is a terminal. Some terminals have no size (containers).
+                # disable=None: only if stderr is a terminal. In containers some terminals report no size.
                 columns, lines = shutil.get_terminal_size()
                 self._bar = tqdm(total=total, desc=stage, unit=unit, disable=self._disable, ncols=columns, nrows=lines)
                 self._stage, self._started = stage, time.monotonic()

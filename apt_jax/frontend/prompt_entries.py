@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt in vLLM's form: one entry per token."""
+"""Log probabilities of a prompt in vLLM's format: one entry per token."""
 
 from collections.abc import Sequence
 

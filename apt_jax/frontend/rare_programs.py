@@ -28,8 +28,8 @@ class RarePrograms:
         return compiled is not None and not compiled.done()
 
     def compile_for(self, requests: Sequence[EngineRequest]) -> "concurrent.futures.Future[None] | None":
-        """Start compiling the programs that requests need; returns a future that is done when they are compiled. None:
-        the requests need no such program."""
+        """Start compiling the rare programs that the requests need; return a future that is done when they are
+        compiled, or None if the requests need none."""
         if all(request.params.prompt_logprobs is None and request.params.pooling is None for request in requests):
             return None
         with self._lock:

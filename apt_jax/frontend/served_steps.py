@@ -11,7 +11,8 @@ from apt_jax.engine.events import Iteration
 _PER_PROGRAM = 24
 """Number of recent steps kept per compiled program, so that common programs do not displace rare programs."""
 _FEWEST = 8
-"""Minimum number of steps for a fit, both with and without prompt chunks; also per cache kind, for its own costs."""
+"""Minimum number of steps with prompt chunks, and of steps without, for a fit; also the minimum number of steps with a
+cache kind for the kind to get costs of its own."""
 
 
 class ServedSteps:
@@ -51,8 +52,11 @@ class ServedSteps:
         self._num_seen += 1
 
     def points(self) -> list[StepPoint]:
-        """Return the stored steps if the number seen has doubled since the last result and a fit is possible, else an
-        empty list. A fit needs enough steps of both phases and different prompt sizes. Runs in the engine's thread."""
+        """Return the stored steps if it is time for a new fit, else an empty list. Runs in the engine's thread.
+
+        It is time if the number of steps seen has doubled since the last fit, and there are enough steps of both phases
+        and prompts of different sizes.
+        """
         if self._num_seen < 2 * self._fitted_at:
             return []
         points = [point for of_program in self._points.values() for point in of_program]

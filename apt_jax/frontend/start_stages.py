@@ -29,8 +29,8 @@ _TITLES = {
 _MOST_KEPT = 32
 """Maximum number of stored files with stage times; there is one per configuration."""
 _LEAST_SHARE = 0.25
-"""Share of a stage's parts that must be done before its pace replaces the time of the last start: the first programs
-take longest."""
+"""Share of a stage's parts that must be done before its pace replaces the time of the last start, because the first
+programs take longest."""
 _OVERDUE = 0.25
 """Estimated remaining time of a stage that takes longer than expected, as a share of its time so far."""
 
@@ -71,8 +71,8 @@ class StartStages:
 
     Args:
         names: names of the stages, in order; the first begins now. Other stages are added when they begin.
-        expected_s: expected seconds of each stage, if known.
-        estimates: by stage, a function that returns its remaining seconds; for stages that may overlap others.
+        expected_s: expected seconds, keyed by stage; a stage may be missing.
+        estimates: functions, keyed by stage, that return the remaining seconds of a stage that may overlap others.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class StartStages:
 
 
 def planned(config: EngineConfig, *, calibration_s: float) -> StartStages:
-    """Return the stages of a start, with times from the last start of this configuration, else of any configuration.
+    """Return the stages of a start, with times from the last start of this configuration, or else of any other.
 
     Args:
         config: configuration of the engine.

@@ -199,7 +199,7 @@ class OpenStreams:
         max_queue_s: maximum time in seconds that a request may wait to be scheduled.
 
     Attributes:
-        by_request: open streams by request; read-only for others.
+        by_request: open streams, keyed by request; other objects must not change it.
     """
 
     def __init__(self, max_queue_s: float) -> None:
@@ -207,7 +207,7 @@ class OpenStreams:
         self.by_request: dict[EngineRequest, RequestStream] = {}
         self._deadlines: dict[EngineRequest, float] = {}
         self._own_queue_limits: dict[EngineRequest, float] = {}
-        """Queue time limits below `max_queue_s`, by request, until they have passed."""
+        """Queue time limits below `max_queue_s`, keyed by request, until they have passed."""
         self._awaiting_first_schedule: dict[EngineRequest, RequestStream] = {}
         self._updated: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
 
@@ -243,7 +243,7 @@ class OpenStreams:
 
         Args:
             now_s: time on the engine's clock, in seconds.
-            was_scheduled: returns whether the live request with an id has ever been scheduled.
+            was_scheduled: function that returns True if the live request with the given id has ever been scheduled.
         """
         late: list[RequestStream] = []
         waiting = self._awaiting_first_schedule

@@ -10,7 +10,8 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 _TIMES_P99 = 20.0
-"""Multiple of the 99th percentile of recent step times after which a step counts as hung."""
+"""Multiple of the larger of the recent 99th-percentile step time and the expected step time after which a step counts
+as hung, unless `timeout_s` is longer."""
 _NUM_STEPS = 512
 """Number of recent steps whose times are kept."""
 
@@ -18,7 +19,7 @@ _NUM_STEPS = 512
 class Watchdog:
     """Measures the iterations of a thread, and reports an iteration that takes too long.
 
-    The limit grows with the step times, so that a slow device (throttled, shared) does not count as hung.
+    The limit grows with the step times, so a slow device (throttled, shared) does not count as hung.
 
     Args:
         thread: thread that runs the iterations; its stack is logged.
@@ -27,7 +28,7 @@ class Watchdog:
         expected_step_s: expected time of a full step in seconds, from step costs; 0: not known.
 
     Attributes:
-        started_s: start of the measurement on the monotonic clock, in seconds; None: the thread is idle.
+        started_s: start of the current iteration on the monotonic clock, in seconds; None: the thread is idle.
         expected_step_s: see above; it may be set later, when costs are measured.
     """
 
@@ -71,7 +72,7 @@ class Watchdog:
         self.started_s = time.monotonic()
 
     def end_step(self) -> None:
-        """Store the time of the step that has just ended, and start measuring the next one."""
+        """Store the time of the step that has just finished, and start measuring the next step."""
         now_s = time.monotonic()
         if self.started_s is not None:
             if len(self._steps_s) < _NUM_STEPS:
@@ -90,12 +91,12 @@ class Watchdog:
         seen_s, spent_s, last_s = None, 0.0, time.monotonic()
         while not self._stopped.wait(pause_s):
             now_s, started_s = time.monotonic(), self.started_s
-            # Counts pauses rather than clock time, because a suspended process does no work.
+            # Add up pauses instead of clock time, because a suspended process does no work.
             spent_s = 0.0 if started_s != seen_s else spent_s + min(now_s - last_s, 2 * pause_s)
             seen_s, last_s = started_s, now_s
             if started_s is not None and spent_s > timeout_s and spent_s > self.limit_s:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 where = "nowhere" if frame is None else "".join(traceback.format_stack(frame))
-                limit = f"a step has not ended for {self.limit_s:.3g} s"
-                logger.critical("%s; it is at\n%s", limit, where)
+                limit = f"a step has been running for {self.limit_s:.3g} s"
+                logger.critical("%s; the engine thread is at\n%s", limit, where)
                 self._on_timeout(started_s, f"{limit} (--set step_timeout)")

@@ -4,7 +4,8 @@ from apt_jax.cache.sharing import BlockSharing, Place
 
 
 def checkpoint_at_once(sharing: BlockSharing) -> None:
-    """Make `sharing` checkpoint a best-effort request's slots in a group once a real-time request takes the group."""
+    """Make `sharing` checkpoint a best-effort request's slots in a group as soon as a real-time request takes the
+    group."""
     join = sharing._join
 
     def join_and_checkpoint(slot: int, entry: int, place: Place, *, down: bool) -> None:

@@ -7,9 +7,9 @@ in simulation.
                         ▼
     SimulatedExecutor(step_s=Replay(durations_s)) ──► VirtualClock         run 2: no model
 
-A policy decides by the time, the request table and the pool. With equal arrivals, step durations and output lengths (no
-end of sequence, exact `max_tokens`) both runs must make the same decisions, one by one. `difference` describes the
-first decision or time that differs between two runs.
+A policy's decisions depend on the time, the request table and the pool. With equal arrivals, step durations and output
+lengths (no end of sequence, exact `max_tokens`) both runs must make the same decisions, one by one. `difference`
+describes the first decision or time that differs between two runs.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class _Done:
 
 
 class RecordingExecutor:
-    """Runs each step of another executor to its end, records its duration, and advances a clock by it.
+    """Runs each step of another executor to completion, records its duration, and advances a clock by it.
 
     Args:
         inner: the executor that computes.
@@ -129,7 +129,7 @@ class Replay:
             AssertionError: there are more steps than recorded durations.
         """
         if self.num_used >= len(self.durations_s):
-            raise AssertionError(f"more steps than the {len(self.durations_s)} that were recorded")
+            raise AssertionError(f"the simulation runs more steps than the {len(self.durations_s)} that were recorded")
         self.num_used += 1
         return self.durations_s[self.num_used - 1]
 
@@ -243,7 +243,7 @@ def run_replayed(config: SimulationConfig, hardware: Hardware, workload: Workloa
         debug=True,
     )
     if replay.num_used != len(recorded.durations_s):
-        raise RuntimeError(f"{replay.num_used} steps where {len(recorded.durations_s)} were recorded")
+        raise RuntimeError(f"the simulation ran {replay.num_used} steps, but {len(recorded.durations_s)} were recorded")
     return Run(
         decisions=policy.decisions,
         durations_s=recorded.durations_s,

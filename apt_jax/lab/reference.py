@@ -1,7 +1,7 @@
 """Readable reference implementations of the attention ops, which every other implementation is tested against.
 
-`apt_jax.ops.calls` describes the pool, block tables and slot ranges, and has the dimension key. Softmax and sums are float32
-whatever the input dtype.
+`apt_jax.ops.calls` describes the pool, block tables, slot ranges and the letters of dimensions. Softmax and sums are
+float32 whatever the input dtype.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def modified_scores(
     rules: LogitModifiers | None,
 ) -> tuple[Float[Array, "N S"], Bool[Array, " S"]]:
     """Return the scores of one query after the logit modifiers, and the mask of the keys at `position` that it may
-    attend to: its own and earlier positions."""
+    attend to: its own and earlier positions, within the window if there is one."""
     sees = position <= query_position
     if rules is None:
         return scores, sees
@@ -173,8 +173,9 @@ def prefill(
 
     Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool:
     layer inputs if `hidden[r]`, otherwise keys and values. Rows from `num_rows` on are skipped; tokens outside all rows
-    give zeros. The caller has rotated `q` and `k` if the model is rotary. To compile this function, pass the call's
-    arrays of rows as NumPy arrays: the program is valid only for these rows.
+    give zeros. The caller has rotated `q` and `k` if the model is rotary. Under `jax.jit`, the per-row arrays of `call`
+    and `num_rows` must be NumPy constants that the jitted function closes over, not arguments; the compiled program is
+    valid only for those values.
     """
     out = jnp.zeros(q.shape, jnp.float32)
     head_dim = q.shape[2]

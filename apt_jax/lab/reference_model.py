@@ -1,4 +1,4 @@
-"""Plain forward pass that the paged decoder is tested against.
+"""Plain forward pass against which the paged decoder is tested.
 
 One sequence, no cache, full causal attention, float32 throughout, one line per step of the model's definition.
 """
@@ -42,7 +42,7 @@ def _head_norm(x: Float[Array, "T N H"], scale: Array | None, config: ModelConfi
 
 
 def _turn(x: Float[Array, "T N H"], rope: RopeConfig | None) -> Float[Array, "T N H"]:
-    """Apply the rotary embedding: lanes i and i' = i + R / 2 are a complex number, multiplied by e^(j t f_i) at
+    """Apply the rotary embedding: lanes i and i + R / 2 form a complex number, which is multiplied by e^(j t f_i) at
     position t."""
     if rope is None:
         return x

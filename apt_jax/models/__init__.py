@@ -1,6 +1,6 @@
-"""Models: one functional decoder, its parameters, and the adapters and loaders that fill them from checkpoints.
+"""Models: the functional decoder, its parameters, and the code that loads them from checkpoints.
 
-Names are imported when they are first used: `apt_jax.models.config` needs no JAX.
+Names are imported on first use, so importing `apt_jax.models.config` does not import JAX.
 """
 
 import importlib

@@ -45,7 +45,7 @@ class AttentionInputs:
     rope: RopeConfig | None
     """Rotary embedding of this layer."""
     cos_sin: _CosSin | None
-    """RoPE factors of every token of the step; None: no rotary embedding."""
+    """Cosines and sines of every token of the step; None: no rotary embedding."""
     all_angles: Float[Array, "S HALF"] | None
     """Rotary angles of every position, for keys computed from cached layer inputs; None: not needed."""
     rules: LogitModifiers | None
@@ -65,8 +65,8 @@ def key_norm(params: LayerParams, config: ModelConfig) -> KeyNorm | None:
 
 
 def head_norm_scale(stored: Array | None, config: ModelConfig) -> Array | None:
-    """Return the scale of the query or key norm with the config's offset added. With an offset it is float32, because
-    16 bits would round it."""
+    """Return the scale of the query or key norm with the config's offset added. If there is an offset, the result is
+    float32, because a 16-bit dtype would round it."""
     if stored is None or config.norm_offset == 0:
         return stored
     return stored.astype(jnp.float32) + config.norm_offset
@@ -164,7 +164,7 @@ def _project(
 
 
 def _only_bias_and_rope(a: AttentionInputs) -> bool:
-    """True if only bias and rotation, if any, come between the product for q, k and v and attention."""
+    """True if at most a bias and a rotation are applied to q, k and v between their projection and attention."""
     config, p = a.config, a.params
     plain = config.scale * config.head_dim**0.5 == 1.0 and config.clip_qkv is None
     if a.rope is not None and a.rope.attention_factor != 1.0:
@@ -209,7 +209,7 @@ def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) 
 
     Only finite values are written, because other rows may read them with a mask: 0 * NaN = NaN, so a NaN would reach
     rows in the same tile and the next owner of a recycled block. The row that computed a NaN still fails, through its
-    own residual.
+    own residual stream.
     """
     batch, (kv_rows, hidden_rows) = a.batch, a.options.kinds
     if a.options.tensor is not None and hidden_rows:
@@ -282,7 +282,7 @@ def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Flo
 
 
 def _hidden_call(a: AttentionInputs, pool: Array) -> DecodeCall:
-    """Return the call for the cached layer inputs of decode rows of the hidden kind."""
+    """Return the call that reads the cached layer inputs of decode rows of the hidden kind."""
     batch = a.batch
     return DecodeCall(
         pool=pool,
@@ -397,7 +397,8 @@ def _absorb_keys(
 def _with_low_rank(
     a: AttentionInputs, out: Array, x: Array, more: LowRank | None, index: Array | None, *, onto_inputs: bool
 ) -> Array:
-    """Add the products of each row's adapter, if any hidden row has one, to `out`, the `_head_products` of x."""
+    """Add each row's LoRA term to `out`, the `_head_products` of x. Backends with `branches` skip this if no hidden row
+    has an adapter."""
     if more is None or index is None:
         return out
 
@@ -423,7 +424,7 @@ def _key_adapters(a: AttentionInputs, index: Array | None, lanes: int | None = N
 
 
 def _head_products(a: AttentionInputs, x: Array, w: Array, *, onto_inputs: bool, dtype: Any = jnp.float32) -> Array:
-    """Compute `linear.head_products` for hidden rows."""
+    """Compute `linear.head_products` for the hidden decode rows."""
     rows = (a.batch.num_kv_rows, a.batch.num_decode_rows)
     return a.options.ops.head_products(x, w, onto_inputs=onto_inputs, rows=rows, dtype=dtype)
 

@@ -1,4 +1,5 @@
-"""Checks of parameters given by callers: one leaf of the right shape for each parameter of the model, and no others."""
+"""Checks of parameters given by callers: one leaf of the right shape for each parameter of the model, and no other
+leaves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,8 @@ from apt_jax.models.params import ModelParams, abstract_params, param_names
 
 
 def check_params(params: ModelParams, config: ModelConfig, where: str) -> None:
-    """Raise unless the tree has the structure and shapes that `load_model` returns: not quantized, and not in the
-    layout of an engine.
+    """Raise unless the tree has the structure and shapes that `load_model` returns for unquantized weights; a running
+    engine's parameters have another layout.
 
     Args:
         where: start of the error message.
@@ -28,13 +29,13 @@ def check_params(params: ModelParams, config: ModelConfig, where: str) -> None:
     except (ValueError, TypeError):
         raise ConfigError(
             f"{where}: not the parameters of a model of the family {config.family} with {config.num_layers} layers, as load_model "
-            "and from_nnx return them (a running engine's have another layout; convert an NNX module with from_nnx)"
+            "and from_nnx return them (those of a running engine have another layout; convert an NNX module with from_nnx)"
         ) from None
     check_leaves(dict(zip(jax.tree.leaves(names), leaves, strict=True)), config, where)
 
 
 def check_leaves(leaves: Mapping[str, Any], config: ModelConfig, where: str) -> None:
-    """Like `check_params`, for leaves by name (`params.param_names`)."""
+    """Like `check_params`, for a mapping from leaf names (`params.param_names`) to arrays."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, jnp.float32))]
     wanted = dict(zip(jax.tree.leaves(param_names(config)), shapes, strict=True))
     found: dict[str, list[str]] = {

@@ -1,8 +1,7 @@
-"""Interface of model adapters, and helpers that they share: the checkpoint tensor that each parameter leaf is loaded
-from.
+"""Interface of model adapters, which map parameter leaves to checkpoint tensors, and the helpers that they share.
 
-An adapter names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor in
-which heads and head width are one axis; others are a part of a fused tensor (`Source.take`).
+For every leaf of `params.param_names`, an adapter names the tensor that holds it. Most leaves are a whole tensor, in
+which heads and head width form one axis; others are a part of a fused tensor (`Source.take`).
 """
 
 import dataclasses
@@ -26,13 +25,12 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-"""Activations by their names in transformers."""
+"""Activation for each name that transformers uses."""
 
 NORM_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$"
 )
-"""Bare names of tensors that older files store in addition to the weights: masks and frequencies, which are computed
-here."""
+"""Pattern for the bare names of masks and rotary frequencies, which older files store although they can be computed."""
 
 TIED_HEAD = "lm_head.weight"
 """Bare name of an output head that may be stored, as a copy of the embedding table, even if it is tied."""
@@ -43,7 +41,8 @@ class Source:
     """The checkpoint tensor that a leaf is loaded from."""
 
     name: str
-    """Bare name: without the prefixes that depend on the class the tensor was saved from."""
+    """Bare name: without prefixes such as ``model.``, which depend on the transformers class that saved the
+    checkpoint."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     take: Callable[[np.ndarray], np.ndarray] | None = None
@@ -52,28 +51,27 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """Adapter of one checkpoint family to the decoder."""
+    """Adapter that fits the checkpoints of one family to the decoder."""
 
     name: str
     """Value of `ModelConfig.family`."""
     presets: Mapping[str, Mapping[str, Any]]
-    """Published sizes by name, as configuration fields; they can run with random weights."""
+    """Configuration fields of published sizes, by name; they can be run with random weights."""
     model_config: Callable[[Mapping[str, Any], int | None], ModelConfig]
     """Function from the fields of a ``config.json`` and the longest context to serve, to the model's shape."""
     source: Callable[[str, tuple[int, ...], ModelConfig], Source]
     """Function from the name and shape of a leaf of `param_names` to its source tensor."""
     strip_prefix: Callable[[str], str]
-    """Function from a stored tensor name to its bare name, without prefixes that depend on the class it was saved
-    from."""
+    """Function from the name of a stored tensor to its bare name (`Source.name`)."""
     ignored_tensors: re.Pattern[str] = NORM_BUFFERS
-    """Bare names of stored tensors that are not loaded."""
+    """Pattern for the bare names of stored tensors that are not loaded."""
     inputs_first: bool = False
-    """True if matrices of layers are stored (inputs, outputs)."""
+    """True if the layers' matrices are stored as (inputs, outputs)."""
     fields: FamilyFields
     """Fields of a ``config.json`` that the family knows."""
     constant_leaf: Callable[[str, Mapping[str, Any]], float | None] | None = None
-    """Function from a leaf and the configuration's fields to the value of all its elements if the checkpoint does not
-    store the leaf, otherwise to None."""
+    """Function from a leaf's name and the configuration's fields to the value of all elements of the leaf, or to None
+    if the checkpoint stores the leaf."""
 
 
 def split_leaf(leaf: str) -> tuple[str, str | None]:
@@ -86,7 +84,7 @@ def split_leaf(leaf: str) -> tuple[str, str | None]:
 
 
 def flat_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a leaf in checkpoints: heads and head width are one axis."""
+    """Return the shape in which checkpoints store a leaf: heads and head width form one axis."""
     if field in ("wq", "wk", "wv"):
         heads, head_dim, width = shape
         return (heads * head_dim, width)
@@ -113,15 +111,15 @@ def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapp
 
 
 def rows(name: str, shape: tuple[int, ...], start: int, total: int) -> Source:
-    """Return the source of a leaf that is rows [start, start + shape[0]) of a tensor with `total` rows; `shape` is
-    flat."""
+    """Return the source of a leaf that is rows [start, start + shape[0]) of a tensor with `total` rows; `shape` is the
+    leaf's `flat_shape`."""
     stop = start + shape[0]
     return Source(name, (total, *shape[1:]), lambda tensor: tensor[start:stop])
 
 
 def split_interleaved_qkv(name: str, shape: tuple[int, ...], which: int) -> Source:
-    """Return the source of q, k or v (0, 1, 2) in a tensor that holds them head by head; `shape` starts with heads and
-    head width."""
+    """Return the source of q, k or v (`which` is 0, 1 or 2) in a tensor that stores them head by head; `shape` starts
+    with heads and head width."""
     heads, head_dim = shape[:2]
 
     def take(tensor: np.ndarray) -> np.ndarray:
@@ -136,8 +134,8 @@ def windows(
     """Return `ModelConfig.layer_windows` for a configuration.
 
     Args:
-        is_sliding: returns whether a layer has ``sliding_window`` if the configuration has no ``layer_types``; None:
-            all layers have it, and ``layer_types`` must agree.
+        is_sliding: function that returns True if a layer has the window ``sliding_window``, for configurations without
+            ``layer_types``; None: all layers have it, and ``layer_types`` must agree.
 
     Raises:
         ModelLoadError: ``layer_types`` is malformed, or asks for a window without ``sliding_window``.

@@ -11,8 +11,9 @@ NormPlacement = Literal["pre", "post", "output", "sandwich"]
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 Position = Literal["learned", "rope", "alibi"]
 HiddenMode = Literal["absorb", "partial", "v-absorb", "refused"]
-"""How attention over cached layer inputs is computed: K and V absorbed; all but the rotary lanes of K absorbed; V
-absorbed and K reprojected; or the hidden kind is not offered."""
+"""How attention over cached layer inputs handles the key and value projections: "absorb": both are absorbed; "partial":
+both are absorbed, except the rotary lanes of keys; "v-absorb": only the value projection is absorbed, and keys are
+reprojected; "refused": the hidden kind is not offered."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -22,17 +23,18 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: lanes i and i + `rotary_dim` / 2 of a head are rotated by position * `inv_freq[i]`."""
+    """Rotary position embedding: lanes i and i + `rotary_dim` / 2 of a head are rotated as a pair by position *
+    `inv_freq[i]`."""
 
     inv_freq: tuple[float, ...]
-    """Radians per position, one per pair of lanes, as float32 values with scaling applied (`apt_jax.models.rope`)."""
+    """Radians per position for each pair of lanes, as float32 values with scaling applied (`apt_jax.models.rope`)."""
     attention_factor: float = 1.0
     """Factor on the rotated lanes of queries and of keys (YaRN, LongRoPE)."""
 
     def __post_init__(self) -> None:
         _require(
             len(self.inv_freq) > 0 and all(math.isfinite(f) for f in self.inv_freq),
-            "model rope: frequencies must be finite numbers, at least one",
+            "model rope: there must be at least one frequency, and all must be finite",
         )
         _require(
             math.isfinite(self.attention_factor) and self.attention_factor > 0,
@@ -80,13 +82,13 @@ class ModelConfig:
     norm_bias: bool = True
     """True if layer norms add a bias; RMS norms have no bias."""
     norm_offset: float = 0.0
-    """Addend to the stored scale of every norm (Gemma: 1)."""
+    """Constant added to the stored scale of every norm (Gemma: 1)."""
     norm_eps: float = 1e-5
     norm_placement: NormPlacement = "pre"
-    """Place of the norms, with `f` for attention or feed-forward: "pre" `h + f(norm(h))`, "post" `norm(h + f(h))`
-    (OPT-350M), "output" `h + norm(f(h))` (OLMo-2), "sandwich" `h + norm(f(norm(h)))` (Gemma-2, Gemma-3)."""
+    """Where norms are applied; `f` stands for attention or feed-forward: "pre" `h + f(norm(h))`, "post" `norm(h +
+    f(h))` (OPT-350M), "output" `h + norm(f(h))` (OLMo-2), "sandwich" `h + norm(f(norm(h)))` (Gemma-2, Gemma-3)."""
     parallel: bool = False
-    """True if attention and feed-forward both start from the layer's input (GPT-NeoX); only with "pre" norms."""
+    """True if attention and feed-forward both take the layer's input (GPT-NeoX); only with "pre" norms."""
     final_norm: bool = True
     """True if a norm follows the last layer."""
     qk_norm: Literal["head", "lane"] | None = None
@@ -98,7 +100,7 @@ class ModelConfig:
     rope: RopeConfig | None = None
     local_rope: RopeConfig | None = None
     """Rotary embedding of the layers in `local_layers`. The layers are listed rather than derived from their windows,
-    because a window that no context exceeds is dropped (Gemma-3)."""
+    because windows that are at least as long as every context are removed (Gemma-3)."""
     local_layers: tuple[int, ...] = ()
     """Indices of the layers with `local_rope`; the others have `rope`. Indices beyond the last layer are ignored."""
     alibi_slopes: tuple[float, ...] = ()
@@ -110,10 +112,10 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Soft cap of the logits, like `attention_softcap`."""
     layer_windows: tuple[int | None, ...] = ()
-    """Positions that each layer attends to, the query's own included; None: all. An empty tuple: no layer has a
-    window."""
+    """Number of positions that each layer attends to, including the query's own; None: all. An empty tuple: no layer
+    has a window."""
     clip_qkv: float | None = None
-    """Bound of queries, keys and values, which are clipped to [-clip, clip] (MPT); None: no clipping."""
+    """Queries, keys and values are clipped to [-clip_qkv, clip_qkv] (MPT); None: no clipping."""
     qkv_bias: bool = True
     out_bias: bool = True
     ffn_bias: bool = True
@@ -210,21 +212,22 @@ class ModelConfig:
 
     @property
     def supports_hidden(self) -> bool:
-        """True if the hidden kind is offered: a token's layer input is smaller than its keys and values together."""
+        """True if the hidden kind is offered; see `hidden_refusal`."""
         return self.hidden_refusal is None
 
     @property
     def offers_hybrid(self) -> bool:
-        """True if one engine offers both kinds: layer inputs take at most half the memory of K and V. A smaller saving
-        does not outweigh the cost of handling both kinds in every step and, on CPUs, of second copies of weights."""
+        """True if an engine can offer both cache kinds: the hidden kind is offered, and layer inputs take at most half
+        the memory of K and V. A smaller saving does not outweigh the cost of handling both kinds in every step and, on
+        CPUs, of keeping second copies of weights."""
         return self.supports_hidden and self.hidden_size <= self.lane
 
     @property
     def hidden_mode(self) -> HiddenMode:
-        """How attention over layer inputs is computed: which projections are absorbed."""
+        """Projections that attention over layer inputs absorbs, as a `HiddenMode`."""
         if not self.supports_hidden:
             return "refused"
-        if self.qk_norm is not None:  # the norm comes between query and projection
+        if self.qk_norm is not None:  # the norm lies between the query and the key projection
             return "v-absorb"
         if self.rope is None:
             return "absorb"

@@ -22,8 +22,8 @@ class ConfigFields:
     """Reader of the fields of one configuration; every method raises a `ModelLoadError` that names the field and its
     value.
 
-    JSON has no integer type and Python counts `True` as 1, so both are checked here: ``768.0`` and ``true`` are not
-    sizes.
+    JSON does not distinguish integers from floats, and in Python `True` equals 1, so types are checked strictly:
+    ``768.0`` and ``true`` are not accepted as sizes.
 
     Args:
         fields: the JSON object.
@@ -40,14 +40,15 @@ class ConfigFields:
         return default if value is None and default is not _REQUIRED else value
 
     def positive(self, name: str, default: Any = _REQUIRED) -> int:
-        """Return an integer in [1, 2**31), or at most the lower limit that some fields have (`_MOST`)."""
+        """Return an integer from 1 to 2**31 - 1, or to the field's own limit in `_MOST`."""
         value, most = self._value(name, default), _MOST.get(name, _MAX_SIZE)
         if type(value) is not int or not 0 < value <= most:
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be an integer in [1, {most}]")
         return value
 
     def named(self, *names: str) -> str:
-        """Return the name under which a field with several names is present; the first name if it is absent."""
+        """Return the name that the configuration uses for a field with several names; the first name if the field is
+        absent."""
         present = [name for name in names if self._fields.get(name) is not None]
         if any(self._fields[name] != self._fields[present[0]] for name in present):
             values = ", ".join(f"{name}={self._fields[name]!r:.40}" for name in present)
@@ -55,7 +56,7 @@ class ConfigFields:
         return present[0] if present else names[0]
 
     def number(self, name: str, default: Any = _REQUIRED, *, at_least: float | None = None) -> float:
-        """Return a finite number, integer or not, as a float."""
+        """Return a finite number (integer or float) as a float."""
         value = self._value(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not abs(value) < 1e30 or (at_least is not None and value < at_least):
@@ -77,7 +78,7 @@ class ConfigFields:
         return None if self._fields.get(name) is None else self.positive(name)
 
     def choice(self, name: str, default: str, known: Mapping[str, _T]) -> _T:
-        """Return the entry of `known` for the field's string."""
+        """Return the entry of `known` for the field's value, a string."""
         value = self.text(name, default)
         if value not in known:
             raise ModelLoadError(
@@ -100,8 +101,8 @@ class ConfigFields:
         return value
 
     def token_ids(self, name: str, default: int | None, vocab_size: int, file: str = "config.json") -> tuple[int, ...]:
-        """Return a field that holds null, one id or a list of ids, as a tuple. Ids outside [0, vocab_size) are left
-        out: no output contains them."""
+        """Return a field that holds null, one token id or a list of token ids, as a tuple. Ids of at least `vocab_size`
+        are left out, because no output can contain them."""
         if name not in self._fields:
             return (default,) if default is not None and default < vocab_size else ()
         value = self._fields[name]
@@ -109,7 +110,7 @@ class ConfigFields:
             return ()
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and i >= 0 for i in ids):
-            raise ModelLoadError(f"{file}: {name}={value!r:.60} must be ids in [0, vocab_size={vocab_size})")
+            raise ModelLoadError(f"{file}: {name}={value!r:.60} must be token ids of at least 0")
         return tuple(i for i in ids if i < vocab_size)
 
     def attention_sizes(
@@ -122,8 +123,8 @@ class ConfigFields:
         return size, count, size // count
 
     def special_ids(self, vocab_size: int, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
-        """Return the begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's
-        defaults."""
+        """Return the begin-of-sequence, end-of-sequence and padding ids as arguments of `ModelConfig`; `bos`, `eos` and
+        `pad` are the family's defaults."""
         return {
             "bos_token_id": self.label_id("bos_token_id", bos, vocab_size),
             "eos_token_id": self.token_id("eos_token_id", eos, vocab_size),
@@ -139,7 +140,7 @@ class ConfigFields:
         return value if value is not None and 0 <= value < vocab_size else None
 
     def token_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
-        """Return the first of `token_ids`, or None."""
+        """Return the first id from `token_ids`; None if it returns no id."""
         ids = self.token_ids(name, default, vocab_size)
         return ids[0] if ids else None
 

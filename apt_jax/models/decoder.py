@@ -90,7 +90,7 @@ def _adapted_feed_forward(
     options: StepOptions,
     index: Int32[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
-    """Compute `_feed_forward` with adapters, adding their part right after each product."""
+    """Compute `_feed_forward` with adapters; each LoRA term is added right after its product."""
     ops, f = options.ops, config.ffn_size
 
     def product(w: Any, b: Array | None, *fields: str) -> Array:
@@ -129,7 +129,8 @@ def embed(
     product: Product = dense,
     tensor: TensorParallel | None = None,
 ) -> Float[Array, "T D"]:
-    """Return the token embeddings, the input of the first layer, in float32."""
+    """Return the input of the first layer in float32: token embeddings, with projection, scale, positions and norm if
+    the model has them."""
     if tensor is None:
         h = _rows(params.embed, token_ids, params.dtype)
     else:
@@ -186,7 +187,8 @@ def _added(
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Array, Array]:
-    """Return the residual stream with `delta` added, in float32, and its norm in `dtype`, as the input of products."""
+    """Add `delta` to the residual stream; return the sum in float32 and the normed sum in `dtype`, the input of the
+    next products."""
     add_norm = options.ops.add_norm if dtype in (jnp.float32, jnp.bfloat16) else None
     if add_norm is not None and norm is not None:
         return add_norm(
@@ -226,7 +228,7 @@ def _attention(
 
 
 _shared_attention = jax.jit(_attention, static_argnames=("rope", "config", "options"))
-"""`_attention` as a separate function of the program, which all layers share, including the last."""
+"""`_attention` as one function of the compiled program that all layers call, including the last."""
 
 
 def _layer(
@@ -249,10 +251,10 @@ def _layer(
 
     Args:
         h: the residual stream, float32.
-        x: norm of `h` in the parameters' dtype, the input of attention.
+        x: input of attention: `h` after the norm, in the parameters' dtype.
         next_norm: norm that follows the layer: the attention norm of the next layer, or the final norm.
         sample_rows: indices of the tokens whose computation continues after attention; None: all.
-        rest: options of the part after attention.
+        rest: options for the part of the layer after attention.
     """
     dtype, index = x.dtype, batch.adapters
     of_layer = _attention if options.ops.branches else _shared_attention
@@ -295,7 +297,7 @@ def decoder_step(
     """Compute all tokens of a step; return the pools with their cache written and the last layer's output.
 
     Args:
-        pools: one array per layer, (P, C, E). Meant to be donated: the caller rebinds them to the result.
+        pools: one array per layer, (P, C, E). Meant to be donated: the caller uses the returned pools from then on.
         sample_rows: indices of the tokens whose output is needed, padded with indices out of range; for the other
             tokens of a prompt the last layer only writes the cache. None: all tokens.
 
@@ -375,7 +377,7 @@ def decoder_step(
 
     if not options.kinds[1]:
         return in_one_call_each(h, pools)
-    if jax.__version_info__ < (0, 11):  # its compiler copies all pools into and out of a branch
+    if jax.__version_info__ < (0, 11):  # older compilers copy all pools into and out of a branch
         return in_parts(h, pools)
     has_hidden = batch.num_decode_rows > batch.num_kv_rows
     return lax.cond(has_hidden, in_parts, in_one_call_each, h, pools)
@@ -388,11 +390,11 @@ def convert_inputs(
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Array, ...]:
-    """Compute keys and values of cached layer inputs and write them to other blocks: the K and V that a step of the KV
-    kind would have cached, up to rounding. No attention or feed-forward layer is computed.
+    """Compute keys and values from cached layer inputs and write them to other blocks: the K and V that a step of the
+    KV kind would have cached, up to rounding. No attention or feed-forward layer is computed.
 
     Args:
-        pools: as in `decoder_step`. In each layer all of `batch.blocks` are read before a block is written.
+        pools: as in `decoder_step`. In each layer, all of `batch.blocks` are read before any block is written.
 
     Returns:
         The pools.
@@ -447,7 +449,7 @@ def greedy_tokens(
     ops: KernelBackend,
     tensor: TensorParallel | None = None,
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """Return `sampling.greedy` of `logits`. If `dense_argmax` can be used, the logits are not written to memory."""
+    """Return `sampling.greedy` of the logits. If `dense_argmax` can be used, the logits are not written to memory."""
     plain = params.head_bias is None and config.logits_softcap is None and tensor is None
     if ops.dense_argmax is None or not plain:
         return sampling.greedy(logits(params, hidden, config, ops.dense, tensor))

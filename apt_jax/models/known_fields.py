@@ -6,7 +6,7 @@ Each field of a family's configuration class in transformers, and of its nested 
 
 * read: the family's `model_config` uses it;
 * off: refused, unless its value has no effect;
-* `IGNORED`: has no effect on the logits of a served decoder; the table gives the reason.
+* `IGNORED`: has no effect on the logits of a served decoder; `IGNORED` gives the reason.
 
 Other fields are unknown to transformers as well, which ignores them. They are logged once (`unknown_fields`).
 `python -m apt_jax.models.families` prints the table, which is part of the reference documentation.
@@ -65,7 +65,7 @@ _EVERY_OFF: dict[str, tuple[Any, ...]] = {
     "compression_config": (),
     "quantization": (),
 }
-"""Values, besides null, with which a field of any family has no effect."""
+"""Fields that no family supports, with the values (besides null) that have no effect."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ class FamilyFields:
     read: frozenset[str]
     """Fields that are used; unsupported values are refused."""
     off: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Values, besides null, with which a field has no effect; other values are refused."""
+    """Unsupported fields, with the values (besides null) that have no effect; other values are refused."""
     ignored: frozenset[str] = frozenset()
     """Fields without effect in this family, in addition to `IGNORED`."""
     nested: Mapping[str, "FamilyFields"] = dataclasses.field(default_factory=dict)
-    """Known fields of nested objects, by the name of the object."""
+    """Known fields of each nested object."""
 
     def known(self) -> frozenset[str]:
         """Return the names of all fields that are read, refused or ignored."""
@@ -87,7 +87,7 @@ class FamilyFields:
         return frozenset().union(*own, _EVERY_READ, _EVERY_OFF, _IGNORED)
 
     def but(self, *read: str, ignored: frozenset[str] = frozenset(), **off: tuple[Any, ...]) -> "FamilyFields":
-        """Return a copy with more fields. Fields given as `off` or ignored are no longer read."""
+        """Return a copy that also knows the given fields. Fields in `off` or `ignored` are no longer read."""
         left = (self.read | frozenset(read)).difference(off, ignored)
         return dataclasses.replace(self, read=left, off={**self.off, **off}, ignored=self.ignored | ignored)
 
@@ -102,7 +102,7 @@ _ROPE = FamilyFields(
     ignored=frozenset({"finetuned"}),
 )  # fmt: skip
 ROPE = {"rope_parameters": _ROPE, "rope_scaling": _ROPE}
-"""Known fields of the objects that describe rotary embeddings, by the name of the object."""
+"""Known fields of the objects that may describe a rotary embedding."""
 ROPE_BY_LAYER = {
     "rope_parameters": FamilyFields(read=frozenset(), nested={"full_attention": _ROPE, "sliding_attention": _ROPE}),
     "rope_scaling": _ROPE,
@@ -116,7 +116,7 @@ LLAMA_FIELDS = FamilyFields(
     }),
     nested=ROPE,
 )  # fmt: skip
-"""Known fields of Llama's layout."""
+"""Known fields of models with Llama's layout."""
 
 
 def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
@@ -124,7 +124,7 @@ def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def check_fields(known: FamilyFields, fields: Mapping[str, Any], family: str) -> None:
-    """Refuse a configuration that asks for a feature that the family does not support.
+    """Refuse a configuration that requests a feature which the family does not support.
 
     Raises:
         ModelLoadError: one line that names the field, its value, and the supported values.
@@ -151,7 +151,7 @@ def _check(known: FamilyFields, fields: Mapping[str, Any], family: str, where: s
 
 
 def unknown_fields(known: FamilyFields, fields: Mapping[str, Any]) -> list[str]:
-    """Return the names of non-empty fields that neither this module nor the family's class in transformers knows."""
+    """Return the names of fields that are set but belong to no group, and so are unknown to transformers too."""
     return list(_unknown(known, fields, ""))
 
 

@@ -1,13 +1,14 @@
 """LoRA adapters in the decoder (Hu et al., 2021): `W + scale B A` with each row's own adapter.
 
 The adapters of a server are stacked layer by layer (`LayerAdapters`) and are part of the parameters; the inputs of a
-step give the adapter of each token. Weights stay unchanged, quantized or not: the addition of an adapter is computed
-separately from the product, in the dtype of activations.
+step give the adapter of each token. The model's weights, quantized or not, stay unchanged: an adapter's LoRA term is
+computed separately from the product, in the dtype of activations.
 
-* Products of a step (`adapted`): `x W^T + (x A^T) B` for each row's own A and B.
+* Products of a step (`adapted`): `x W^T + (x A^T) B` for each row's own A (r, inputs) and B, stored as (r, outputs).
 * Cached layer inputs are computed with the request's adapter, and keys and values are computed from them with the
-  adapter's W_k and W_v. If attention absorbs the projections, it absorbs the additions too: the query of a head becomes
-  `W_k^T q + A^T (B_h q)`, and its output `W_v z + B_h (A z)` (`ops.low_rank.absorbed_low_rank`).
+  adapter's W_k and W_v. If attention absorbs the projections, it absorbs the LoRA terms too: the query of head h
+  becomes `W_k^T q + A^T (B_h q)`, and its output `W_v z + B_h^T (A z)`, where B_h has the head's columns of B
+  (`ops.low_rank.absorbed_low_rank`).
 """
 
 import dataclasses
@@ -38,8 +39,8 @@ class LoraAdapter:
 
     name: str
     matrices: Mapping[tuple[int, str], tuple[np.ndarray, np.ndarray]]
-    """A (r, I) and B (O, r) of each changed matrix by layer and field of `TARGETS`, float32, with the scale included in
-    B."""
+    """A (r, I) and B (O, r) in float32 for each changed matrix, keyed by (layer, field of `TARGETS`); B includes the
+    scale."""
 
     @property
     def rank(self) -> int:
@@ -50,8 +51,7 @@ class LoraAdapter:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerAdapters:
-    """Low-rank additions of all adapters to the matrices of one layer, by field; None: no adapter changes that
-    matrix."""
+    """LoRA weights of all adapters for each matrix of one layer; None: no adapter changes the matrix."""
 
     wq: LowRank | None = None
     wk: LowRank | None = None
@@ -103,7 +103,7 @@ def with_adapters(params: ModelParams, config: ModelConfig, adapters: Sequence[L
 
 
 def adapt_keys(adapters: Sequence[LoraAdapter]) -> bool:
-    """True if any adapter adds to W_k or W_v."""
+    """True if any adapter changes W_k or W_v."""
     return any(field in ("wk", "wv") for adapter in adapters for _, field in adapter.matrices)
 
 
@@ -115,7 +115,7 @@ def adapted(
     index: Int32[Array, " T"] | None,
     ops: KernelBackend,
 ) -> Array:
-    """Add each row's LoRA update to the output of a linear layer; return `y` unchanged without adapters.
+    """Add each row's LoRA term to the output of a linear layer; return `y` unchanged without adapters.
 
     Args:
         y: the product with the layer's own matrices, without activation.
@@ -138,7 +138,7 @@ def addition(
     index: Int32[Array, " T"] | None,
     ops: KernelBackend,
 ) -> Float[Array, "T O"] | None:
-    """Compute the adapters' addition to the product with one matrix, float32; None: there is no addition."""
+    """Compute each row's LoRA term for the product with one matrix, float32; None: no adapter changes the matrix."""
     part = adapter_of(p, field)
     if part is None or index is None:
         return None
@@ -146,5 +146,5 @@ def addition(
 
 
 def adapter_of(params: LayerParams, field: str) -> Any:
-    """Return the adapters' addition to a matrix of a layer, a `LowRank`; None: there is no addition."""
+    """Return the adapters of a layer's matrix as a `LowRank`; None: no adapter changes it."""
     return None if params.adapters is None else getattr(params.adapters, field)

@@ -21,11 +21,11 @@ class Leaf:
     """One array of the parameters."""
 
     name: str
-    """Name in `params.param_names`; layers are equal, and the first stands for all."""
+    """Name in `params.param_names`, with ``*`` for the layer's number: one entry stands for all layers."""
     shape: tuple[int, ...]
     """Shape before sharding."""
     cut: str
-    """Mesh axis that each axis of the array is sharded over, such as ``tensor, -, -``."""
+    """Mesh axis that each axis of the array is sharded over, such as ``tensor, -, -`` (``-``: not sharded)."""
     device_bytes: int
     """Bytes on one device, over all layers."""
 
@@ -37,15 +37,15 @@ class MemoryPlan:
     leaves: list[Leaf]
     weight_bytes: int
     pool_bytes: int
-    """Bytes of the pool: `device_memory_utilization` of the memory that weights and temporaries leave, in whole
-    blocks."""
+    """Bytes of the pool: `num_blocks_override` blocks or, if that is None, `device_memory_utilization` of the memory
+    that weights and temporaries leave, in whole blocks."""
     num_blocks: int
     tokens: dict[str, int]
-    """Tokens that the pool holds if all are cached in one kind, by kind."""
+    """For each kind, the number of tokens that the pool holds if all are cached in that kind."""
     host_blocks: int
     """Blocks that fit in `swap_space` GiB of host memory, for all devices together."""
     host_tokens: dict[str, int]
-    """Tokens that `host_blocks` hold if all are cached in one kind, by kind."""
+    """For each kind, the number of tokens that `host_blocks` hold if all are cached in that kind."""
     step_bytes: int
     """Bytes of a step's temporaries (the scores over the vocabulary of every row and the widest activations) and of the
     arrays kept for each of `max_num_seqs` requests."""
@@ -73,7 +73,7 @@ def memory_plan(
 
     Args:
         max_model_len: longest context in tokens; None: the model's longest.
-        int8: whether matrices are rounded to int8 after loading (`models.quantize`).
+        int8: True if matrices are quantized to int8 after loading (`models.quantize`).
 
     Raises:
         ConfigError: the model cannot be sharded over the devices, or does not fit; then the message names flags that
@@ -161,7 +161,7 @@ def _plan(
     if (num_blocks + 1) * block > free or num_blocks < least:
         raise _NoRoomError(
             f"the weights take {weights / 2**30:.2f} GiB on each device ({num_devices}) and a step {step / 2**30:.2f} GiB: "
-            f"the {device_bytes / 2**30:.2f} GiB that JAX uses are too few for {max(least, num_blocks)} blocks of cache"
+            f"the {device_bytes / 2**30:.2f} GiB that JAX uses do not suffice for {max(least, num_blocks)} blocks of cache as well"
         )
 
     def tokens(blocks: int) -> dict[str, int]:

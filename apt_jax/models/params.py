@@ -1,9 +1,9 @@
 """Parameters of the decoder as a pytree, with a logical axis name for every dimension.
 
-The abstract tree (shapes), the axes tree (names) and the tree of arrays have the same structure, so that shapes and
-layouts can be tested without allocating memory. Sharding maps logical names to mesh axes in its own table.
+The abstract tree (shapes), the axes tree (names) and the tree of arrays have the same structure, so shapes and layouts
+can be tested without allocating memory. `apt_jax.models.sharding` lists the logical axes that are sharded.
 
-Weights are stored (out, in), as in checkpoints; CPU matrix products are fastest in this layout.
+Matrices are stored as (outputs, inputs), as in checkpoints; CPU matrix products are fastest in this layout.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class LayerParams:
     """One transformer layer. Parameters that the model does not have are None."""
 
     attn_norm: NormParams | None
-    """Norm before attention; with "post" placement, after attention's residual."""
+    """Norm before attention; with "post" placement, after the residual addition that follows attention."""
     attn_out_norm: NormParams | None
     """Norm of the output of attention, before the residual."""
     wq: Any
@@ -66,14 +66,14 @@ class LayerParams:
     """(2F, D): w_gate and w_up as one matrix, in place of the two; None: not fused."""
     b_gate_up: Any = None
     adapters: Any = None
-    """`apt_jax.models.lora.LayerAdapters`: low-rank additions to the matrices; None: no adapters"""
+    """`apt_jax.models.lora.LayerAdapters`: LoRA weights for the matrices; None: no adapters"""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelParams:
-    """A whole model. `D'` is the width of the token embeddings (D unless the model projects them). Matrices may be
-    one of `ops.weights.FLAT_MATRICES`, flattened to (outputs, inputs)."""
+    """Parameters of a whole model. `D'` is the width of the token embeddings (D unless the model projects them). A
+    matrix may have one of the types `ops.weights.FLAT_MATRICES`, flattened to (outputs, inputs)."""
 
     embed: Any
     """(V, D')"""
@@ -102,8 +102,8 @@ class ModelParams:
 
 
 def output_head(params: ModelParams) -> ModelParams:
-    """Return the parameters that compute scores from hidden states, in a tree with None elsewhere. A call takes one to
-    two microseconds per array argument, so the other arrays are left out."""
+    """Return a copy with only the parameters that compute logits from hidden states. The other arrays are left out
+    because each array argument costs a call one to two microseconds."""
     return dataclasses.replace(params, layers=(), position=None, embed_norm=None, project_in=None, final_norm=None)
 
 
@@ -170,7 +170,7 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
 
 
 def abstract_params(config: ModelConfig, dtype: Any) -> ModelParams:
-    """Return the tree of `jax.ShapeDtypeStruct` leaves, without allocating memory."""
+    """Return the parameters as `jax.ShapeDtypeStruct` leaves, without allocating memory."""
     return _build(config, lambda _name, shape, _axes: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
@@ -180,12 +180,13 @@ def param_axes(config: ModelConfig) -> ModelParams:
 
 
 def param_names(config: ModelConfig) -> ModelParams:
-    """Return the tree of names such as ``layers.3.wq``, for messages and checkpoints."""
+    """Return the tree of leaf names such as ``layers.3.wq``, for messages and checkpoints."""
     return _build(config, lambda name, _shape, _axes: name)
 
 
 _MOST_ON_HOST = 1 << 28
-"""Largest number of parameters that `dummy_params` fills on the host, which takes two seconds."""
+"""Largest number of parameters that `dummy_params` generates on the host if the device is not a CPU; this takes two
+seconds."""
 
 
 def dummy_params(
@@ -194,11 +195,12 @@ def dummy_params(
     seed: int,
     sharding: Callable[[str], jax.sharding.Sharding | None] | None = None,
 ) -> ModelParams:
-    """Return random weights of the model's shapes: normal, with std 0.02; norm scales near one; biases not zero.
+    """Return random weights of the model's shapes, biases included: normal with standard deviation 0.02 and mean 0, or
+    mean 1 - `norm_offset` for norm scales.
 
-    They are generated leaf by leaf with NumPy on the host: the largest temporary is one leaf, and values are equal on
-    all platforms. Those of large models are generated on the device unless it is a CPU: for OPT-13B, one host core
-    would take minutes.
+    They are generated leaf by leaf with NumPy on the host, so temporaries take the memory of one leaf only, and a seed
+    gives the same values on every platform. Large models are the exception: unless the device is a CPU, it generates
+    their weights itself, with other values, because one host core would take minutes for OPT-13B.
     """
     num_values = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config, dtype)))
     if num_values > _MOST_ON_HOST and jax.default_backend() != "cpu":
@@ -221,7 +223,8 @@ def dummy_params(
 def _dummy_on_device(
     config: ModelConfig, dtype: Any, seed: int, sharding: Callable[[str], jax.sharding.Sharding | None] | None
 ) -> ModelParams:
-    """Generate `dummy_params` with JAX's random numbers and one program per shape."""
+    """Return the weights of `dummy_params`, generated on the device by one compiled program per leaf shape and
+    sharding."""
     key, count = jax.random.key(seed), iter(range(1 << 20))
 
     def leaf(name: str, shape: tuple[int, ...], _axes: tuple[str, ...]) -> Any:
@@ -239,11 +242,11 @@ def _normal(key: jax.Array, mean: jax.Array, shape: tuple[int, ...], dtype: Any,
 
 
 def is_matrix(name: str) -> bool:
-    """True for names of `param_names` that are matrices of products, and for the token embeddings."""
+    """True if a leaf of `param_names` is a matrix that activations are multiplied by, or the token embeddings."""
     field = name.rsplit(".", 1)[-1]
     return field in ("embed", "head", "project_in", "project_out", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
 
 def is_norm_scale(name: str) -> bool:
-    """True for names of `param_names` that are the scale of a norm."""
+    """True if a leaf of `param_names` is the scale of a norm."""
     return name.endswith(("norm.scale", "q_norm", "k_norm"))

@@ -1,10 +1,10 @@
-"""Weights as int8 with a scale per output, and dequantization of integer matrices where floating-point values are
-needed.
+"""Quantization of weights to int8 with a scale per output, and dequantization of integer matrices where floating-point
+values are needed.
 
 Every decode step reads all weights, and int8 takes half the bytes of bfloat16.
-Norms, biases, position tables and the cache are not quantized. Scales and rounding are qwix's (symmetric, the largest
-weight of an output is 127.5 steps). Products read the integers directly and scale the results; on CPUs they round
-activations too (`ops.weights.IntegerTiles`).
+Norms, biases, position tables and the cache are not quantized. Scales and rounding are qwix's (symmetric; the largest
+weight of an output corresponds to 127.5 steps). Products read the integers directly and scale the results; on CPUs they
+round activations too (`ops.weights.IntegerTiles`).
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def dequantize(w: QuantizedMatrix, dtype: Any) -> Float[Array, "O I"]:
 
 
 def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
-    """Quantize all matrices that rows are multiplied by, and the token embeddings.
+    """Quantize all matrices that activations are multiplied by, and the token embeddings.
 
     Args:
         params: parameters as loaded, or as `fuse_products` returns them.
@@ -65,7 +65,7 @@ def delete_replaced(before: ModelParams, after: ModelParams) -> None:
 
 
 def widen_keys(params: ModelParams, dtype: Any) -> ModelParams:
-    """Dequantize wk and wv of type `GroupedMatrix` to `dtype`: attention over layer inputs uses each of them
+    """Dequantize wk and wv of type `GroupedMatrix` to `dtype`, because attention over layer inputs uses each of them
     separately."""
 
     def widened(w: Any) -> Any:

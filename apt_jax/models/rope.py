@@ -4,14 +4,14 @@
 transformers, old (``rope_theta`` and ``rope_scaling``) and new (``rope_parameters``):
 
 default   1 / theta^(2i / R)                                           (Su et al., 2021)
-linear    all of them divided by `factor`                              (Chen et al., 2023)
+linear    all frequencies divided by `factor`                          (Chen et al., 2023)
 dynamic   theta grows with the context: "dynamic NTK"                  (bloc97 and emozilla, 2023)
 llama3    low frequencies divided by `factor`, high ones kept          (Llama 3.1)
 yarn      like llama3 with a ramp over lanes, and scaled scores        (Peng et al., 2023)
 longrope  a factor per lane, one set for short contexts, one for long  (Ding et al., 2024)
 
-Two types depend on the length of the context. Cached keys cannot be rotated again when a context grows, so the
-frequencies are fixed for one length, the model's `max_len`. Up to the original context they are exactly those of
+Two types (dynamic and longrope) depend on the length of the context. Cached keys cannot be rotated again when a context
+grows, so the frequencies are fixed for one length, `max_len`. Up to the original context they are exactly those of
 transformers; a longer context requires a larger `max_len` (``--max-model-len``), which fixes the frequencies of that
 length.
 """
@@ -32,7 +32,7 @@ _OLD_NAMES = {"su": "longrope"}
 
 
 def _parameters(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Return the RoPE parameters, from the old or the new form of the configuration."""
+    """Return the RoPE parameters from the configuration's old or new fields."""
     found: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):  # the second replaces the first
         value = fields.get(name)
@@ -80,7 +80,7 @@ def _yarn(
     fast, slow = (get.number(n, d, at_least=0.0) or d for n, d in (("beta_fast", 32.0), ("beta_slow", 1.0)))
     if theta <= 1 or min(fast, slow) < 1e-6:
         raise ModelLoadError(
-            f"config.json: rope rope_theta={theta:g}, beta_fast={fast:g} and beta_slow={slow:g} do not suit type 'yarn'"
+            f"config.json: rope rope_theta={theta:g}, beta_fast={fast:g} and beta_slow={slow:g} are not valid for type 'yarn'"
         )
     low, high = lane(fast), lane(slow)
     if get.flag("truncate", True):
@@ -137,7 +137,8 @@ def read_rope(
         partial: default of ``partial_rotary_factor``, the fraction of a head's lanes that are rotated.
         can_be_partial: accept a fraction below one; otherwise it is refused, because transformers would rotate all
             lanes.
-        max_len: longest context to serve, in tokens; None: the longest of the configuration without stretching.
+        max_len: longest context to serve, in tokens; None: the original context for longrope, the extended context for
+            yarn, otherwise ``max_position_embeddings``.
 
     Raises:
         ModelLoadError: an unknown type, or a missing or impossible field.

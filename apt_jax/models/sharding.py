@@ -10,10 +10,10 @@ the vocabulary, within one `jax.shard_map` per program. The collectives are meth
   over heads; if rotary keys must be computed from X, its features are gathered first.
 
 If attention over layer inputs is absorbed, W_k and W_v are sharded by feature too (`cuts_by_feature`). Keys and values
-of new tokens are then sums over devices, scattered over heads: a second copy of the weights, sharded by head, would
-take 2 D E / t elements per layer.
+of new tokens are then sums over devices, scattered over heads: this avoids a second copy of the weights, sharded by
+head, of 2 D E / t elements per layer and device.
 
-Every device computes the whole residual stream and the sampler.
+Every device computes the whole residual stream and runs the sampler.
 
 If there are fewer key heads than devices, they are repeated: a device holds the key head of its query heads.
 """
@@ -114,7 +114,7 @@ def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
         for rank, there in enumerate(own):
             if len(there) < each:
                 raise ConfigError(
-                    f"tensor_parallel_size={size} over {num_hosts} hosts needs {counted(each, 'device')} of each, and rank {rank} has {len(there)} (-tp, --nnodes)"
+                    f"tensor_parallel_size={size} over {num_hosts} hosts needs {counted(each, 'device')} on each host, but rank {rank} has {len(there)} (-tp, --nnodes)"
                 )
         return Mesh(np.array([d for there in own for d in there[:each]]), (AXIS,))
     if len(devices) < size:
@@ -138,7 +138,7 @@ def hidden_refusal(config: ModelConfig, size: int) -> str | None:
 
 
 def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
-    """True if requests may use the hidden kind. Raises ConfigError if it is the only kind of `cache` and not
+    """True if requests may use the hidden kind. Raises ConfigError if it is the only kind of `cache` but is not
     offered."""
     refusal = config.hidden_refusal or hidden_refusal(config, num_devices)
     if cache.mode != "hidden":
@@ -156,7 +156,7 @@ def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> 
 
 def cuts_by_feature(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
     """True if the devices shard W_k and W_v by feature: layer inputs can be cached, and attention over them absorbs
-    both matrices. Raises ConfigError if the hidden kind is the only kind of `cache` and not offered."""
+    both matrices. Raises ConfigError if the hidden kind is the only kind of `cache` but is not offered."""
     absorbs = cache.hidden_attention != "reproject" and config.hidden_mode == "absorb"
     return num_devices > 1 and absorbs and offers_hidden(with_repeated_heads(config, num_devices), cache, num_devices)
 
@@ -167,8 +167,8 @@ def with_repeated_heads(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def own_config(config: ModelConfig, size: int) -> ModelConfig:
-    """Return the configuration of one device's share of a model `with_repeated_heads`. Its ALiBi slopes have the right
-    number but not the right values, which differ by device."""
+    """Return the configuration of one device's shard of a model; `config` is a result of `with_repeated_heads`. The
+    number of ALiBi slopes is right, but not their values, which differ between devices."""
     if size == 1:
         return config
     heads = config.num_heads // size
@@ -236,7 +236,7 @@ def shard_params(
             padded before they are sharded are deleted, unless `keep`.
         config: configuration of the loaded model.
         by_feature: result of `cuts_by_feature`.
-        keep: do not delete leaves of `params`, which the caller still uses.
+        keep: do not delete leaves of `params`, because the caller still uses them.
     """
     size = mesh.size
     specs = _specs_by_name(with_repeated_heads(config, size), size, by_feature)

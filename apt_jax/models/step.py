@@ -19,8 +19,8 @@ from apt_jax.ops.weights import FLAT_MATRICES, NormParams, QuantizedMatrix
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderBatch:
-    """Inputs of one step on the device. T flat tokens: B decode rows of one token, then the chunks of R prefill
-    rows."""
+    """Inputs of one step on the device. Its T tokens are those of B decode rows, one token each, followed by the chunks
+    of R prefill rows."""
 
     token_ids: Int32[Array, " T"]
     positions: Int32[Array, " T"]
@@ -32,7 +32,7 @@ class DecoderBatch:
     token_hidden: Bool[Array, " T"]
     decode_tables: Int32[Array, "B 2 J"]
     decode_lens: Int32[Array, " B"]
-    """Positions to attend to, the row's own included; 0 for padding rows."""
+    """Number of positions that each row attends to, including its own; 0 for padding rows."""
     num_kv_rows: Int32[Array, ""]
     """Number of decode rows of the KV kind, which come first."""
     num_decode_rows: Int32[Array, ""]
@@ -59,7 +59,7 @@ def slot_ranges(
     """Return the range of slots that each row owns in each of its blocks, as defined in `apt_jax.ops.calls`.
 
     Args:
-        downwards: whether the row fills the block from its right end (`apt_jax.cache.placement`).
+        downwards: True if the row fills the block from its right end (`apt_jax.cache.placement`).
         lens: number of positions of each row.
         sizes: number of slots in each of the row's blocks.
     """
@@ -103,14 +103,14 @@ class StepOptions:
     kinds: tuple[bool, bool]
     """(KV rows can occur, hidden rows can occur)"""
     ops: KernelBackend
-    """Kernel backend; `ops.branches`: the device branches around parts that no row needs."""
+    """Kernel backend; if `ops.branches` is true, the device skips parts of the step that no row needs."""
     tensor: TensorParallel | None = None
     """Collectives if the step runs one device's shard of the model within `jax.shard_map`, with `sharding.own_config`
     as its `ModelConfig`; None: the device has the whole model."""
     hidden_room: int | None = None
-    """Size in positions of the scores that are summed over devices with `cuts_by_feature`: the most that all hidden
-    decode rows can have together, each row rounded up to a multiple of `xla_common.ROOM_STEP`. None: as many as block
-    tables hold."""
+    """Padded number of positions of the scores that are summed over devices with `cuts_by_feature`: the most that all
+    hidden decode rows can have together, each row rounded up to a multiple of `xla_common.ROOM_STEP`. None: as many as
+    block tables hold."""
     prefix_room: int | None = None
     """Largest total number of positions in the hidden prefixes of all prompts, as in
     `executor.compiling.buckets.PromptSize`; 0: no hidden prefixes, and no kernel is launched for them; None: as many as
@@ -155,7 +155,7 @@ def apply_dense_summed(
 
 
 def product_args(w: Any) -> tuple[Any, ...]:
-    """Return the weight arguments of a product: a matrix, or integers and their scales, one per output."""
+    """Return the weight arguments of a product: a matrix, or an integer matrix and its scales (one per output)."""
     return (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)
 
 

@@ -81,7 +81,7 @@ def join_groups(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
 def map_matrices(
     params: ModelParams, change: Callable[[Any], Any], *, keep: Callable[[Any], Any] | None = None
 ) -> ModelParams:
-    """Apply `change` to every matrix that rows are multiplied by, and to the token embeddings, each flattened to
+    """Apply `change` to every matrix that activations are multiplied by, and to the token embeddings, each flattened to
     (outputs, inputs).
 
     Args:
@@ -129,7 +129,7 @@ def map_matrices(
 
 
 def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams]) -> ModelParams:
-    """Return `change(params)`, computed one layer at a time so that temporaries take the memory of one layer only."""
+    """Return `change(params)`, computed one layer at a time so that temporaries take the memory of only one layer."""
     nothing = dataclasses.replace(
         params,
         **{field.name: None for field in dataclasses.fields(params) if field.name != "layers"},
@@ -172,8 +172,8 @@ def _tiled(w: Array) -> Array:
 
 
 def pre_norm_layer(p: LayerParams, config: ModelConfig) -> PreNormLayer | None:
-    """Return the layer as an argument of ops that compute a whole layer; None if the layer computes more, for example
-    adapters, or its projections are not fused."""
+    """Return the layer's parameters for ops that compute a whole layer; None: these ops do not support the layer (for
+    example because it has adapters), or its projections are not fused."""
     is_plain = (
         config.norm_placement == "pre" and not config.parallel and config.clip_qkv is None
         and config.scale * config.head_dim**0.5 == 1.0

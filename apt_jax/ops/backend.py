@@ -10,22 +10,22 @@ from jax import Array
 from apt_jax.ops import linear, low_rank
 
 RULES: frozenset[str] = frozenset({"softcap", "alibi", "window"})
-"""Features that each layer can need separately: the fields of `LogitModifiers`."""
+"""Features that only some layers of a model may need, one for each field of `LogitModifiers`."""
 
 EXTRAS: frozenset[str] = RULES | {"key norm", "lane norm", "grouped absorption", "input width", "adapters"}
 """Features that some models need in addition to plain attention: `RULES`, `KeyNorm` of each head ("key norm") or of all
 heads together ("lane norm"), `decode_v_absorbed` with fewer key heads than query heads, layer inputs narrower or wider
-than the lane, and adapters of W_k or W_v when keys and values are computed from layer inputs."""
+than the lanes, and adapters of W_k or W_v where keys and values are computed from layer inputs."""
 
 ATTENTION_OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed", "prefill")
-"""Fields of `KernelBackend` that are attention ops. Features are listed by op; `prefill_hidden` stands for `prefill`
-with `hidden_prefixes`."""
+"""Fields of `KernelBackend` that are attention ops. As a key of `KernelBackend.extras`, `prefill_hidden` stands for
+`prefill` with `hidden_prefixes`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelBackend:
-    """One implementation of the attention ops and the products around them. Attention ops take queries and a record of
-    their other arguments (`calls.py`); `lab/reference.py` defines their results."""
+    """One implementation of the attention ops and of the products around them. Attention ops take queries and a record
+    with their other arguments (`calls.py`); `lab/reference.py` defines their results."""
 
     name: str
     decode_kv: Callable[..., Any]
@@ -38,20 +38,22 @@ class KernelBackend:
     head_products: Callable[..., Array] = linear.head_products
     """Products of heads with one matrix per head, like `linear.head_products`."""
     add_low_rank: Callable[..., Array] = low_rank.add_low_rank
-    """Low-rank additions of adapters to products, like `low_rank.add_low_rank`."""
+    """Adds the LoRA terms of adapters to products, like `low_rank.add_low_rank`."""
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
     """`dense` followed by `sampling.greedy`, with the arguments of `dense`; None: not provided."""
     gated: Callable[[Array, Any, str], Array] | None = None
-    """The first half of a gated feed-forward layer in one op. Arguments: rows (T, I), gate and up as one matrix (2 F,
-    I), and the name of the activation; returns (T, F) in the dtype of the rows. None: not provided."""
+    """Computes the first half of a gated feed-forward layer in one op. Arguments: rows (T, I), gate and up as one
+    matrix (2 F, I), and the name of the activation; returns (T, F) in the dtype of the rows. None: not provided."""
     add_norm: Callable[..., tuple[Array, Array]] | None = None
-    """Sum of the residual stream and an addend, and its norm (`cpu.ops.add_norm`); None: not provided."""
+    """Returns the sum of the residual stream and an addend, and the norm of the sum (`cpu.ops.add_norm`); None: not
+    provided."""
     split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
-    """Splits one product for q, k and v into the three (`cpu.ops.split_qkv`); None: not provided."""
+    """Splits one product into q, k and v (`cpu.ops.split_qkv`); None: not provided."""
     decode_layer: Callable[..., tuple[Array, Array]] | None = None
-    """A whole layer of decode rows that cache keys and values (`cpu.ops.decode_layer`); None: not provided."""
+    """Computes a whole layer for decode rows that cache keys and values (`cpu.ops.decode_layer`); None: not
+    provided."""
     takes_layer: Callable[..., bool] = lambda *_: False
-    """True if `decode_layer` computes the layers of a model (`cpu.ops.takes_layer`)."""
+    """Returns True if `decode_layer` supports a layer (`cpu.ops.takes_layer`)."""
     skips_rows: bool = False
     """True if `dense` and the ops after it take `live`, the number of rows to compute; rows from `live` on are padding
     and give zeros."""
@@ -59,17 +61,17 @@ class KernelBackend:
     """True if float32 and bfloat16 products take weights in the layout of `models.weight_layout.tile_params`."""
     integer_products: bool = False
     """True if, with `tiles`, products with integer matrices round rows to 8 bits and multiply integers, which is faster
-    than with dequantized weights."""
+    than dequantizing the weights."""
     rows_per_tile: int
-    """Decode rows in one tile, which is read up to the longest of their contexts."""
+    """Number of decode rows in a tile; a tile is read up to the longest context of its rows."""
     extras: frozenset[str] | Mapping[str, frozenset[str]] = dataclasses.field(hash=False)
-    """Features of `EXTRAS` that all ops support, or the features by name of the op; an op without an entry supports
-    none."""
+    """Features of `EXTRAS` that all ops support, or a map from each op to the features that it supports; an op without
+    an entry supports none of them."""
     takes_shards: frozenset[str] = frozenset()
-    """Ops of `ATTENTION_OPS` that take `tensor` (`calls.Shards`): layer inputs sharded over devices by feature."""
+    """Ops of `ATTENTION_OPS` that take `tensor` (`calls.Shards`), for layer inputs sharded over devices by feature."""
     branches: bool
-    """True if the decoder may branch around ops that have no rows. False: ops are called in every step and must cost
-    little without rows, because a branch on the device would break up a CUDA graph."""
+    """True if the decoder may branch around ops that have no rows. False: all ops are called in every step and must
+    cost little without rows, because a branch on the device would split a CUDA graph."""
 
     def extras_of(self, op: str) -> frozenset[str]:
         """Return the features of `EXTRAS` that an op supports; `op` is one of `ATTENTION_OPS`, or `prefill_hidden`."""

@@ -1,28 +1,28 @@
-"""Records of the attention ops' arguments: the part of a layer's pool that a call reads, and the logit modifiers.
+"""Records of the arguments of attention ops: the part of a layer's pool that a call reads, and the logit modifiers.
 
-Every op of `backend.KernelBackend` takes its queries and one record, so a backend cannot overlook a feature, and a new
-feature needs only a new field. The record determines which tensors are keys and values:
+Every attention op of `backend.KernelBackend` takes its queries and one record, so a backend cannot overlook a feature,
+and a new feature needs only a new field. The fields of the record determine the keys and values:
 
 tables      projection   keys                      values
 (R, 2, J)   None         the first cached tensor   the second
 (R, J)      None         the cached tensor         the same: attention on layer inputs, absorbed
 (R, J)      given        computed from it          computed from it (`wv`), or the cached tensor itself (`wv` is None)
 
-Query heads share key heads, whose number follows from the pool's width or the projection. Products take the dtype of
-the pool and accumulate in float32.
+Query heads share key heads; the number of key heads follows from the pool's width or the projection. Operands of
+products have the dtype of the pool, and products are accumulated in float32.
 
 All ops work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions of
 one request, keys (K * H = E elements per slot) or values, or layer inputs (D elements per slot; if D is not E, the
-first `block_size` of them in the flat block, with the `block_size` of the ops that read them). Block tables map
-position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0`, and their
-slots are never used.
+flattened block starts with `block_size` layer inputs, where `block_size` is that of the record). Block tables map
+position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are 0, and the slots of
+block 0 are never used.
 
 Two requests can share a block by growing towards each other (BROS §5). Then `slot_ranges[b, j] = (first, last)` is the
 range of slots that row b owns in its j-th block. If first <= last, the slots are `[first, last)`, with positions in
 ascending order; if last < first, they are `[last, first)` in descending order, with the first position in slot
-`first - 1`. Keys and values of a position lie in the same slot of their two blocks. Without `slot_ranges` every block
-is `(0, min(C, len - j * C))`. `lens` is still the number of positions: `C` per block except in the last block.
-`rows = (a, b)` skips rows outside [a, b): they give zeros and read nothing.
+`first - 1`. Keys and values of a position lie in the same slot of their two blocks. Without `slot_ranges` the range of
+every block is `(0, min(C, len - j * C))`. `lens` is the number of positions in both cases: `C` per block except in the
+last block. With `rows = (a, b)`, rows outside [a, b) are skipped: they give zeros and read nothing.
 
 Rotary embedding rotates lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate
 half", as in Llama and GPT-NeoX); cached layer inputs are not rotated, so keys computed from them are rotated by their
@@ -46,7 +46,7 @@ _STATIC = {"static": True}
 
 if TYPE_CHECKING:
     AnyArray = Array
-else:  # records hold abstract arrays when programs are compiled, and NumPy arrays in the references
+else:  # records hold abstract arrays when programs are compiled, and NumPy arrays in the reference code
     AnyArray = Any
 
 
@@ -101,9 +101,10 @@ class Projection:
     """Keys and values from a cached tensor x: k = rotate(norm(W_k x + b_k)), v = W_v x + b_v."""
 
     wk: Float[AnyArray, "K H D"]
-    """Weights of the keys; in `decode_v_absorbed` only of the computed lanes: (K, R, D)."""
+    """Weights of the keys; in `decode_v_absorbed` only of the lanes that are computed: (K, R, D)."""
     bk: Float[AnyArray, "OWN H"] | None = None
-    """Bias of the keys, (K, H); only this device's heads if `wk` and `wv` have this device's features of all heads."""
+    """Bias of the keys, (K, H). If `wk` and `wv` have this device's features of all heads, it has only this device's
+    heads."""
     wv: Float[AnyArray, "K H D"] | None = None
     """Weights of the values; None: x itself is the value (`decode_v_absorbed`)."""
     bv: Float[AnyArray, "OWN H"] | None = None
@@ -111,7 +112,7 @@ class Projection:
     """Rotary angles of every position; None: keys are not rotated. Queries are rotated by the caller."""
     key_norm: KeyNorm | None = None
     adapters: KeyValueAdapters | None = None
-    """Adapters whose additions to W_k and W_v apply by row; None: no adapters."""
+    """LoRA adapters of W_k and W_v, one for each row; None: no adapters."""
 
     @property
     def value_weights(self) -> Float[AnyArray, "K H D"]:
@@ -131,7 +132,7 @@ class DecodeCall:
     lens: Int32[AnyArray, " B"]
     """Number of positions of each row; rows of length 0 give zeros."""
     block_size: int = dataclasses.field(metadata=_STATIC)
-    """Number of positions per block, at the start of the block."""
+    """Number of positions per block; they are at the start of the block."""
     rows: tuple[AnyArray, AnyArray] | None = None
     """Half-open range of rows to compute; other rows give zeros. None: all rows."""
     slot_ranges: Int32[AnyArray, "R J 2"] | None = None
@@ -143,8 +144,8 @@ class DecodeCall:
     tensor: Shards | None = dataclasses.field(default=None, metadata=_STATIC)
     """Devices over which the features of x are sharded; None: this device has all features."""
     room: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    """With `tensor`: maximum number of positions of all rows together, each row rounded up to a multiple of
-    `xla_common.ROOM_STEP`; rows beyond the maximum give zeros. None: the capacity of the tables."""
+    """With `tensor`: maximum total length of all rows, in positions, where the length of each row is rounded up to a
+    multiple of `xla_common.ROOM_STEP`; rows beyond the maximum give zeros. None: the capacity of the tables."""
 
     @property
     def projected(self) -> Projection:
@@ -173,16 +174,16 @@ class DecodeCall:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenPrefixes:
-    """Settings of prompt chunks' prefixes that are cached as layer inputs."""
+    """Settings for prompt chunks whose prefixes are cached as layer inputs."""
 
     projection: Projection
     block_size: int = dataclasses.field(metadata=_STATIC)
     """Number of layer inputs per block."""
     tensor: Shards | None = dataclasses.field(default=None, metadata=_STATIC)
-    """Devices, as in `DecodeCall`. `projection` has this device's heads, or this device's features of all heads."""
+    """See `DecodeCall.tensor`. `projection` has this device's heads, or this device's features of all heads."""
     room: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    """Maximum number of positions of all prefixes together, each rounded up to whole tiles of a kernel; None: the
-    capacity of the tables."""
+    """Maximum total length of all prefixes, in positions, where the length of each prefix is rounded up to whole tiles
+    of a kernel; None: the capacity of the tables."""
 
 
 @jax.tree_util.register_dataclass
@@ -199,12 +200,12 @@ class PrefillCall:
     chunk_lens: Int32[AnyArray, " B"]
     prefix_lens: Int32[AnyArray, " B"]
     hidden: Bool[AnyArray, " B"]
-    """True for rows whose prefix is layer inputs, in the blocks of `tables[:, 0]`."""
+    """True for rows whose prefix is cached as layer inputs, in the blocks of `tables[:, 0]`."""
     num_rows: Int32[AnyArray, ""]
-    """Number of rows to compute, from the first on."""
+    """Number of rows to compute; they come first."""
     block_size: int = dataclasses.field(metadata=_STATIC)
     slot_ranges: Int32[AnyArray, "B J 2"] | None = None
     rules: LogitModifiers | None = None
     hidden_prefixes: HiddenPrefixes | None = None
-    """Settings of prefixes of layer inputs; None: no row has such a prefix, `hidden` is ignored, and no kernel is
-    launched for them."""
+    """Settings for prefixes cached as layer inputs; None: no row has such a prefix, `hidden` is ignored, and no kernel
+    for such prefixes is launched."""

@@ -32,7 +32,7 @@ def head_products(
 ) -> Array:
     """Multiply every query head by the matrix of its key head: with `onto_inputs` from queries (B, N, H) to (B, N, D),
     otherwise from sums of layer inputs (B, N, D) to (B, N, H). The result has dtype `dtype`. Rows outside the half-open
-    range `rows` are zeros or unspecified."""
+    range `rows` may have any values."""
     batch, num_heads, width = x.shape
     num_kv_heads = w.shape[0]
     group = num_heads // num_kv_heads
@@ -69,7 +69,7 @@ def dense(
 
 
 def activate(x: Float[Array, "T F"], name: str) -> Float[Array, "T F"]:
-    """Apply the activation of a `ModelConfig` by its name."""
+    """Apply an activation, given by its name in `ModelConfig`."""
     if name == "relu":
         return jax.nn.relu(x)
     if name == "silu":
@@ -85,8 +85,8 @@ def project_kv(
     norm: KeyNorm | None = None,
     more: Float[Array, "T E"] | None = None,
 ) -> Float[Array, "T E"]:
-    """Return the keys or values of layer inputs, in the dtype of `x`, lanes flattened. They are rounded only once,
-    after `rotate`. `more` is added to the product."""
+    """Return the keys or values computed from layer inputs, in the dtype of `x`, with the lanes of all heads flattened.
+    They are rounded only once, after `rotate`. `more` is added to the product."""
     out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
     if more is not None:
         out = out + more
@@ -119,7 +119,7 @@ def rotate(x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None) -> F
 def apply_rope(
     x: Float[Array, "S N H"], cos: Float[Array, "S HALF"], sin: Float[Array, "S HALF"]
 ) -> Float[Array, "S N H"]:
-    """Apply `rotate`, given the cosines and sines of the angles."""
+    """Rotate as `rotate` does, given the cosines and sines of the angles."""
     x, half = x.astype(jnp.float32), cos.shape[1]
     cos, sin = cos[:, None], sin[:, None]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -1,7 +1,7 @@
-"""Low-rank additions to weights, with one of several adapters per row: `y = x W^T + (x A^T) B` with A and B of the
-row's adapter.
+"""LoRA terms of products, with one of several adapters per row: `y = x W^T + (x A^T) B`, with A (R, I) and B (R, O) of
+the row's adapter.
 
-Each row has the index of its adapter; 0: no adapter, and no addition. All code here is plain XLA. Sums are float32.
+Each row has the index of its adapter; 0: no adapter and no LoRA term. All code here is plain XLA. Sums are float32.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,16 @@ def add_low_rank(
     parts: Sequence[tuple[LowRank | None, int]],
     index: Int32[Array, " T"],
 ) -> Float[Array, "T O"]:
-    """Return `y` plus the products of each row's adapter, float32.
+    """Return `y` plus the LoRA term of each row's adapter, float32.
 
-    Rows are multiplied with the matrices of all adapters and masked to their own adapter, which avoids a gather.
+    Rows are multiplied by the matrices of all adapters, and the products of other adapters are masked, which avoids a
+    gather.
 
     Args:
         y: products of `x` with the weights.
         x: inputs of the products.
-        parts: (addition or None, number of outputs) of consecutive ranges of outputs.
+        parts: for each of the consecutive ranges of outputs, the matrices of the adapters (None: no LoRA term) and the
+            number of outputs.
         index: adapter of each row; 0: no adapter.
     """
     added = []
@@ -53,7 +55,7 @@ def _of_rows(w: LowRank, index: Int32[Array, " B"]) -> tuple[Array, Array]:
 def low_rank_of_rows(
     x: Float[Array, "B T I"], w: LowRank | None, index: Int32[Array, " B"]
 ) -> Float[Array, "B T O"] | None:
-    """Compute the additions to products of several inputs per row, float32; None: there is no addition."""
+    """Return the LoRA terms of products of several inputs per row, float32; None if `w` is None."""
     if w is None:
         return None
     a, b = _of_rows(w, index)
@@ -64,8 +66,8 @@ def low_rank_of_rows(
 def additions(
     x: Float[Array, "R T D"], adapters: KeyValueAdapters | None, rows: Int32[Array, " R"]
 ) -> tuple[Array | None, Array | None]:
-    """Compute the additions to keys and to values of the layer inputs of some rows, each (R * T, E); None: there is no
-    addition."""
+    """Return the LoRA terms of keys and of values computed from the layer inputs of some rows, each an array of shape
+    (R * T, E); None: adapters do not change the matrix."""
     if adapters is None:
         return None, None
     index = adapters.index[rows]
@@ -77,10 +79,10 @@ def additions(
 def absorbed_low_rank(
     x: Float[Array, "B N R"], w: LowRank, index: Int32[Array, " B"], num_kv_heads: int, *, onto_inputs: bool
 ) -> Array:
-    """Compute the addition to `linear.head_products` of each row, float32.
+    """Return the LoRA term that each row's adapter adds to the result of `linear.head_products`, float32.
 
-    With `onto_inputs` the addition is `A^T (B_h q)` (B, N, I) for queries (B, N, H), otherwise `B_h (A x)` (B, N, H)
-    for sums of layer inputs (B, N, I).
+    With `onto_inputs` it is `A^T (B_h q)` (B, N, I) for queries (B, N, H), otherwise `B_h^T (A x)` (B, N, H) for sums
+    of layer inputs (B, N, I). B_h (R, H) is the part of B that belongs to the key head of head h.
     """
     batch, heads, _ = x.shape
     a, b = _of_rows(w, index)

@@ -1,8 +1,8 @@
 """Functions that a process traces and lowers once for each set of shapes, even if several programs call them.
 
-If `jax.jit` is used within a program, its trace is reused by the next program, but lowered again. Lowering a kernel
-takes longer than lowering the rest of a step, and many programs have the same kernels. So a kernel is exported to a
-module, which is included in each program that calls it.
+If a function wrapped in `jax.jit` is called within several programs, its trace is reused, but it is lowered again for
+each program. Lowering a kernel takes longer than lowering the rest of a step, and many programs have the same kernels.
+Therefore each kernel is exported to a module, which is included in every program that calls it.
 """
 
 import threading
@@ -20,7 +20,7 @@ def lowered_once(
 
     Args:
         static_argnames: names of keyword arguments that are not arrays.
-        platform: the compiler's name of the programs' platform: "cuda", "cpu".
+        platform: the compiler's name for the programs' platform, such as "cuda" or "cpu".
         custom_calls: targets of custom calls in `function`, for which `jax.export` guarantees no stability across
             versions.
     """

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Int32, UInt32
 NUM_LOGPROBS = 20
 """Maximum number of most likely tokens whose log probabilities a step can return."""
 NUM_BIASES = 336
-"""Entries of a row's bias list: 300 for the user, the others to forbid EOS and stop tokens before `min_tokens`."""
+"""Length of a row's bias list: 300 entries for the user, the others to forbid EOS and stop tokens before
+`min_tokens`."""
 
 _FORBIDDEN = -jnp.inf
 
@@ -40,20 +41,20 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PenaltyRows:
-    """Per-row inputs of penalties and bias; only steps that need them have them."""
+    """Per-row inputs of penalties and bias; passed only to steps that need them."""
 
     in_prompt: Bool[Array, "B V"]
     """True for tokens that occur in the prompt."""
     outputs: Int32[Array, "B V"]
     """Number of times that each token occurs in the outputs that the host has seen."""
     last_slot: Int32[Array, " B"]
-    """Slot of the row if the host has not seen its last token yet, which is then missing in `outputs`; otherwise out of
-    range."""
+    """Slot of the row if the host has not seen its last token yet, so the token is missing from `outputs`; otherwise
+    out of range."""
     repetition: Float[Array, " B"]
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
     bias_ids: Int32[Array, "B 336"]
-    """Token ids of the bias list; padding has ids out of range, which are dropped."""
+    """Token ids of the bias list; padding has ids out of range, which are ignored."""
     bias_values: Float[Array, "B 336"]
     """Addend to each biased token's score; -inf forbids the token."""
 
@@ -90,9 +91,10 @@ def _largest_threshold(
     wanted: UInt32[Array, " B"],
     unroll: bool,
 ) -> UInt32[Array, "B 1"]:
-    """Return the largest threshold of each row such that the weights at or above it sum to at least `wanted`; 0: none.
+    """Return the largest threshold of each row such that the weights of scores at or above it sum to at least `wanted`;
+    0: no threshold does.
 
-    Four bits are found per pass, which reads a row once and sums the weights above 15 thresholds.
+    Each pass finds four bits: it reads a row once and sums the weights at or above each of 15 thresholds.
 
     Args:
         bits: ordered bits of the scores.
@@ -139,16 +141,16 @@ def restrict(
     min_p: Float[Array, " B"],
     branches: bool = True,
 ) -> Float[Array, "B V"]:
-    """Set scores to -inf for every token outside top-k, then outside top-p of the others, then outside min-p. Ties at a
-    limit are kept.
+    """Set scores to -inf for every token outside top-k, then for every remaining token outside top-p, then for every
+    token below min-p. Ties at a limit are kept.
 
     The most likely token is always kept. Top-p sums probabilities as multiples of 2⁻³¹.
 
     Args:
         scores: scores after temperature.
         top_k, top_p, min_p: see `SamplingRows`.
-        branches: True: branch on the device around work that no row needs. False: no branches or loops, so the code can
-            be part of one CUDA graph.
+        branches: True: branch on the device, to skip work that no row needs. False: use neither branches nor loops, so
+            the code can be part of one CUDA graph.
     """
     vocab = scores.shape[1]
     k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
@@ -222,13 +224,13 @@ def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
 
 
 def is_finite_row(scores: Float[Array, "B V"]) -> Bool[Array, " B"]:
-    """Return True for rows that can be sampled from. In rows with NaN or +inf, or with every token forbidden, argmax
-    and the draw would silently return an arbitrary index."""
+    """Return True for rows from which a token can be sampled. In rows with NaN or +inf, or with every token forbidden,
+    argmax and the draw would silently return an arbitrary index."""
     return jnp.isfinite(jnp.max(scores, axis=1)) & ~jnp.any(jnp.isnan(scores), axis=1)
 
 
 def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """Return the most likely token of each row (the lowest id among equals), and whether the row is valid
+    """Return the most likely token of each row (the lowest id if scores are equal), and True if the row is valid
     (`is_finite_row`)."""
     top = jnp.max(scores, axis=1)
     finite = jnp.isfinite(top) & ~jnp.any(jnp.isnan(scores), axis=1)

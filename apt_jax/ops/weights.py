@@ -23,8 +23,8 @@ class NormParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """Additions of S adapters to one matrix (O, I); adapters with a lower rank than R, or without this matrix, are
-    padded with zeros."""
+    """LoRA matrices of S adapters for one weight matrix (O, I); adapters with a lower rank than R, or without this
+    matrix, are padded with zeros."""
 
     a: Any
     """(S, R, I)"""
@@ -32,7 +32,7 @@ class LowRank:
     """(S, R, O), with the adapter's scale included"""
 
     def lanes(self, heads: int, start: int, stop: int | None = None) -> "LowRank":
-        """Return a copy with only lanes [start, stop) of every head; the outputs must be `heads` heads."""
+        """Return a copy with only lanes [start, stop) of every head; the outputs must consist of `heads` heads."""
         s, r, width = self.b.shape
         of_heads = self.b.reshape(s, r, heads, width // heads)[:, :, :, start:stop]
         return LowRank(a=self.a, b=of_heads.reshape(s, r, -1))
@@ -41,7 +41,7 @@ class LowRank:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyValueAdapters:
-    """Additions of adapters to W_k and W_v, for keys and values computed from cached layer inputs."""
+    """LoRA matrices of adapters for W_k and W_v, used where keys and values are computed from cached layer inputs."""
 
     k: LowRank | None
     v: LowRank | None
@@ -87,7 +87,8 @@ GROUP = 32
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatrix:
     """A matrix of integers with a scale for every 32 inputs of an output, as in GGUF files. A weight is `values * scale
-    + minimum` if there are minima, otherwise `values * scale`, for four-bit values `(values - 8) * scale`."""
+    + minimum` if there are minima, otherwise `(values - 8) * scale` for four-bit values and `values * scale` for
+    eight-bit values."""
 
     values: Any
     """(O, I / 32, 32) int8, or (O, I / 32, 16) uint8 with two four-bit values per byte: inputs 0 to 15 of a group in
@@ -203,8 +204,8 @@ def _tiles(values: Array, scale: Array | None, minimum: Array | None) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreNormLayer:
-    """A decoder layer with norms only before attention and before its feed-forward layer, and no other operations than
-    biases, rotation and an activation around the products. Matrices may be `QuantizedMatrix`, `TiledMatrix` or
+    """A decoder layer with norms only before attention and before its feed-forward layer; besides attention and
+    products it has only biases, rotation and an activation. Matrices may be `QuantizedMatrix`, `TiledMatrix` or
     `IntegerTiles`."""
 
     attn_norm: NormParams

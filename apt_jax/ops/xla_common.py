@@ -15,7 +15,8 @@ MASKED = -1e30
 """Score of a masked position; finite, so a fully masked tile does not produce NaN."""
 
 ROOM_STEP = 128
-"""The host rounds the length of each row up to a multiple of this number of positions to choose a step's memory."""
+"""When the host chooses the memory of a step, it rounds the length of each row up to a multiple of this many
+positions."""
 
 Fetch = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 """Function that reads the slots of G table entries per row. Arguments: table entries (R, A, G); whether the row owns
@@ -29,8 +30,8 @@ def own_slots(
     num_entries: int,
     block_size: int,
 ) -> tuple[Bool[Array, " S"], Int32[Array, " S"]]:
-    """Return a mask of the slots that a row owns, and the slots' positions, for every slot of its blocks in the order
-    of the table."""
+    """Return a mask and the positions of all slots of a row's blocks, in table order; the mask is True for slots that
+    the row owns."""
     slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
     entry = jnp.arange(num_entries, dtype=jnp.int32)[:, None]
     if slot_ranges is None:
@@ -57,7 +58,7 @@ def project_shards(
     """Return keys and values of this device's heads, in float32, from this device's D features of layer inputs, W_k and
     W_v. The products are summed over devices in the dtype of `x`, and scattered over heads."""
     parts = [dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1)).astype(x.dtype) for w in (wk, wv)]
-    # Heads first, so that each device's part is contiguous.
+    # Heads are the first axis, so that each device's part is contiguous.
     by_head = jnp.stack([part.reshape(x.shape[0], *wk.shape[:2]) for part in parts]).transpose(2, 0, 1, 3)
     own = tensor.scatter_sum(by_head, 0).astype(jnp.float32)
     k, v = (own[:, i].transpose(1, 0, 2).reshape(x.shape[0], -1) for i in range(2))
@@ -74,7 +75,7 @@ def apply_rules(
     rules: LogitModifiers,
     slopes_shape: tuple[int, ...],
 ) -> tuple[Array, Array]:
-    """Apply the modifiers to scores, and return them with a mask of the keys within causal order and window.
+    """Apply logit modifiers to scores; return the scores and a mask of the keys within causal order and window.
 
     `distance` is key position minus query position; distances, and slopes in `slopes_shape`, broadcast against the
     scores. See `reference.modified_scores`.
@@ -96,7 +97,8 @@ def own_slots_of(
     num_entries: int,
     block_size: int,
 ) -> tuple[Bool[Array, "R T"], Int32[Array, "R T"]]:
-    """Return `own_slots` of R rows from `first_row` on, for `num_entries` table entries from `first_entry` on."""
+    """Return `own_slots` for R rows starting at `first_row` and `num_entries` table entries starting at
+    `first_entry`."""
     start = first_entry * block_size
     if slot_ranges is None:
         position = start + jnp.arange(num_entries * block_size, dtype=jnp.int32)[None, :]

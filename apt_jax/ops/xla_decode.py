@@ -1,15 +1,16 @@
 """Decode attention over the block pool as plain XLA code, laid out for CPUs (contracts: `lab/reference.py`).
 
-Reasons for its speed, as measured on a 2-core machine with AMX:
-  * Rows are processed R at a time and contexts T positions at a time, with a dynamic trip count: no padding to the
-    longest context, no program per length. Callers sort rows by length, so a tile has little padding.
+Why it is fast (measured on a 2-core machine with AMX):
+  * Rows are processed R at a time and contexts T positions at a time, with a dynamic trip count: contexts are not
+    padded to the longest context, and one program serves all lengths. Callers sort rows by length, so a tile has little
+    padding.
   * A block's slots are token-major, so fetching T positions is a copy of whole blocks, and both products are batched
     matrix products of at least 64 positions: these run at memory speed, unlike per-head products of one query. For keys
-    and values every head's query is spread over the E lanes with zeros elsewhere ("block-diagonal"): this takes N times
-    the multiplications, which cost no time on the matrix units, but no transposition of the cache. Absorbed attention
-    does not need this: its queries are E wide.
-  * Products take the pool's dtype and accumulate in float32; the softmax is float32 (flash style: running maximum m,
-    denominator l, accumulator acc).
+    and values, every head's query is placed in its key head's part of the E lanes, with zeros elsewhere
+    ("block-diagonal"): this needs N times as many multiplications, which cost no time on the matrix units, but no
+    transposition of the cache. Absorbed attention does not need this, because its queries are E wide.
+  * Products have operands of the pool's dtype and accumulate in float32; the softmax is float32 (flash style: running
+    maximum m, denominator l, accumulator acc).
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def _spread_heads(q: Float[Array, "B N H"], num_kv_heads: int, scale: float | No
 
 
 def _own_lanes(out: Float[Array, "R N E"], num_kv_heads: int) -> Float[Array, "R N H"]:
-    """Keep, of the E lanes of every head, the lanes of its key/value head: the inverse of `_spread_heads`."""
+    """Select, from the E lanes of each head, the lanes of its key/value head: the inverse of `_spread_heads`."""
     rows, num_heads, lanes = out.shape
     group = num_heads // num_kv_heads
     own = jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
@@ -61,9 +62,9 @@ def _decode(
     *,
     partly: bool = False,
 ) -> Float[Array, "B N W"]:
-    """Flash attention of one query per row over the keys and values (R, T, E) that `fetch` returns.
+    """Compute flash attention of one query per row over the keys and values (R, T, E) that `fetch` returns.
 
-    Only tiles with rows in the call's range are computed; other rows give zeros.
+    Only tiles with rows in the call's row range are computed; rows outside the range give zeros.
 
     Args:
         partly: True: `q` and `fetch` have only one device's features, so their products are partial sums of the scores.
@@ -132,7 +133,7 @@ def _decode(
 
 
 def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
-    """See `reference.decode_kv`; rows outside the call's range give zeros without work."""
+    """See `reference.decode_kv`; rows outside the call's row range give zeros and cost nothing."""
     num_kv_heads = call.pool.shape[2] // q.shape[2]
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:

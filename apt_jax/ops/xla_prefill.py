@@ -1,8 +1,8 @@
 """Prefill attention over the block pool as plain XLA code; see `reference.prefill`.
 
 Chunks are processed row by row. A row's queries attend to its cached prefix first, one tile of keys at a time, then to
-the tokens of their own chunk, one tile of queries at a time. The flash state of all queries of a row is kept in
-between.
+the tokens of their own chunk, one tile of queries at a time. The flash state of all queries of a row is kept between
+the two.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class _Row:
 
     index: Array
     offset: Array
-    """Index of the chunk's first token among the tokens of all chunks."""
+    """Index of the chunk's first token in the concatenated tokens of all chunks."""
     length: Array
     prefix_len: Array
     query_tiles: Array
@@ -188,7 +188,7 @@ def _attend_prefix(chunks: _Chunks, row: _Row, reader: _PrefixReader, state: _Fl
 def _attend_chunk(chunks: _Chunks, row: _Row, state: _FlashState, out: Array) -> Array:
     """Write one row's outputs into `out`: fold the row's own tokens into `state`, which already includes the prefix.
 
-    Tokens of the next row in the last tile get zeros here; the next row's call overwrites them.
+    The last tile may include tokens of the next row: they get zeros, which the call for the next row overwrites.
     """
     tq, tk, rules = chunks.query_tile, chunks.key_tile, chunks.rules
 
@@ -250,8 +250,9 @@ def _fold(
     rescale = jnp.exp(m - m_new)
     p_tile = p.reshape(heads, chunks.query_tile * chunks.group, -1).astype(values.dtype)
     pv = dot(p_tile, values, (2, 1), ((0,), (0,))).reshape(acc.shape)
-    # A query that has seen no key yet keeps the initial maximum, and the first key that it sees rescales what is added
-    # to its l here to 0. Its acc must not get 0 * NaN either, because the tile may hold tokens of another row.
+    # A query that has seen no key yet keeps the initial maximum; when it sees its first key, the sums that are added to
+    # its l here are rescaled to 0. Its acc must not get 0 * NaN either, because the tile may hold tokens of another
+    # row.
     sees = jnp.any(mask, axis=1)[None, :, None, None]
     return (
         m_new,

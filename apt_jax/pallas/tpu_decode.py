@@ -1,26 +1,27 @@
 """Decode attention over the block pool for TPUs: Pallas kernels that Mosaic compiles (contracts: `lab/reference.py`).
 
-Both ops are one flash-attention kernel over a work list. An item is a tile of a row: the next G blocks of its table are
-folded into a running maximum m, denominator l and accumulator, which stay in VMEM for all items of a row. The grid is
-(core, item), with as many items as the list has. On a chip with two cores each core takes some of the rows, about half
-of the tiles.
+Both ops use the same flash-attention kernel, which runs over a work list. An item is a tile of a row: the next G blocks
+of its table are folded into a running maximum m, denominator l and accumulator, which stay in VMEM for all items of a
+row. The grid is (core, item), with as many items as the longest list of a core. On a chip with two cores each core
+takes some of the rows, with about half of all tiles.
 
   * XLA makes the list from the lengths, in a few operations whose result all layers share. A row without positions has
-    one item, which writes zeros, and with a sliding window the tiles before the window are not in the list.
+    one item, which writes zeros. If there is a sliding window, the tiles before it are not in the list.
   * The list, lengths, block tables and slot ranges are prefetched into scalar memory, where the block specifications
     read them: the pipeline fetches the blocks of item i + 1 while item i computes. The G blocks of an item are G
     operands, all of which are the same pool, because one operand can only fetch contiguous slots.
   * Tokens outside the row get score -1e30 and weight 0, and their values are replaced by 0, because 0 * NaN = NaN.
 
-Keys and values of all heads are adjacent in the E lanes of a slot. Each query is therefore spread over E lanes: in the
-lanes of its key/value head, with 0 elsewhere. So an item takes two matrix products for all heads, and the accumulator's
-values outside a head's own lanes are dropped at the end. The multiplications by 0 make the products N times as large,
-but this does not matter: they take 2 N multiplications per byte of cache, and a TPU can do over 200. In absorbed
-attention the queries are E wide already, and the cached inputs, which are both keys and values, are read once.
+Keys and values of all heads are adjacent in the E lanes of a slot. Each query is therefore extended to E lanes: it is
+placed in the lanes of its key/value head, with 0 elsewhere. So an item needs only two matrix products for all heads,
+and the accumulator's values outside a head's own lanes are dropped at the end. The multiplications by 0 make the
+products N times as large, but this does not matter: they take 2 N multiplications per byte of cache, and a TPU can do
+over 200 per byte that it reads. In absorbed attention the queries are E wide already, and the cached inputs, which are
+both keys and values, are read once.
 
 Pools may be float32 or bfloat16, because the matrix unit does not support float16. A TPU lays an array out in tiles
-over its last two axes, so a pool has three axes: (P, C * E) would be another layout, and every call would copy the
-whole pool.
+over its last two axes, so the kernel takes the pool with all three axes: (P, C * E) would be another layout, and every
+call would copy the whole pool.
 """
 
 import dataclasses
@@ -43,14 +44,14 @@ small enough that two tiles of 9216 lanes fit VMEM."""
 MIN_TILE, MAX_TILE = 64, 128
 """Minimum and maximum number of positions per item."""
 MAX_SCALARS = 1 << 17
-"""Maximum number of integers in tables and list: half of a TPU's scalar memory."""
+"""Maximum number of integers in tables and work list: half of a TPU's scalar memory."""
 
 _MASKED = -1e30
 """Score of a token outside the row; finite, so a fully masked tile cannot give NaN."""
 
 
 def blocks_per_item(pool: Any, num_arrays: int, num_entries: int) -> int:
-    """Return the number of blocks per item (G) of each of the `num_arrays` arrays (keys and values: 2)."""
+    """Return the number of blocks per item (G) for each of `num_arrays` arrays (keys and values: 2)."""
     _, block_size, lanes = pool.shape
     tile = MIN_TILE
     while tile < MAX_TILE and 2 * tile * num_arrays * lanes * pool.dtype.itemsize <= TILE_BYTES:
@@ -122,11 +123,11 @@ class _Sizes:
 
 
 def work_list(lens: Int32[Array, " B"], sizes: Any, cores: int) -> tuple[Array, Array, Array]:
-    """Make the list of tiles of all rows, row by row, with a share of the rows for each core.
+    """List the tiles of all rows, row by row, and divide the rows among the cores.
 
     Returns:
         The row and the tile of each item, both (cores * num_items,), and the number of items of each core, (cores,).
-        After the last item of a core, its list repeats this item, so no further blocks are fetched.
+        The rest of a core's list repeats its last item, so no further blocks are fetched.
     """
     batch = lens.shape[0]
     tiles = jnp.maximum(lax.div(lens + (sizes.tile - 1), jnp.int32(sizes.tile)) - sizes.first_tile(lens), 1)
@@ -191,10 +192,10 @@ def _kernel(
     tiles_smem,  # (cores * items,)
     counts_smem,  # (cores,)
     tables_smem,  # (B * A * J,)
-    ranges_smem,  # (B * J * 2,), or (1,) where there are none
-    q_ref,  # (N, H), or (N, E) where the queries are that wide
+    ranges_smem,  # (B * J * 2,), or (1,) without slot ranges
+    q_ref,  # (N, H), or (N, E) if head_dim is None
     slopes_ref,  # (N, 1)
-    *refs,  # A * G blocks (C, E); output (N, H) or (N, E); scratch m, l (N, 1), acc (N, E) and, beside H, queries (N, E)
+    *refs,  # A * G blocks (C, E); output (N, H) or (N, E); scratch m, l (N, 1), acc (N, E) and, with H, queries (N, E)
     sizes: _Sizes,
 ):
     del tables_smem  # for the block specifications
@@ -267,7 +268,7 @@ def _kernel(
 def _decode(
     q: Float[Array, "B N W"], call: DecodeCall, *, head_dim: int | None, cores: int, out_dtype: Any, interpret: Any
 ) -> Float[Array, "B N W"]:
-    """Run either op: over keys and values, or with `head_dim=None` over layer inputs."""
+    """Compute decode attention over keys and values or, with `head_dim=None`, over layer inputs."""
     call, pool, block_size = call.by_row(), call.pool, call.block_size
     slot_ranges, rules = call.slot_ranges, call.rules or LogitModifiers()
     if pool.dtype not in (jnp.float32, jnp.bfloat16):
@@ -298,7 +299,8 @@ def _decode(
     slopes = jnp.zeros(num_heads, jnp.float32) if rules.slopes is None else rules.slopes.astype(jnp.float32)
 
     def block(array: int, place: int) -> pl.BlockSpec:
-        """Return the specification of block `place` of the G blocks of an item's tile, or the last block of the row."""
+        """Return the specification of block `place` of the G blocks of an item's tile; beyond the row, of its last
+        block."""
 
         def index_map(core, item, lens_smem, rows_smem, tiles_smem, counts_smem, tables_smem, ranges_smem):
             del counts_smem, ranges_smem
@@ -350,11 +352,11 @@ def decode_kv(
     Args:
         q: queries.
         call: pool (float32 or bfloat16), tables, lengths and logit modifiers.
-        cores: number of cores of the chip, which share the rows.
+        cores: number of cores of the chip; the rows are divided among them.
         interpret: run without a TPU: True, or `pltpu.InterpretParams` to simulate its memories.
 
     Raises:
-        ValueError: the pool has another dtype.
+        ValueError: the pool is neither float32 nor bfloat16.
     """
     return _decode(q, call, head_dim=q.shape[2], cores=cores, out_dtype=jnp.float32, interpret=interpret)
 
@@ -377,6 +379,6 @@ def decode_absorbed(
         interpret: see `decode_kv`.
 
     Raises:
-        ValueError: the pool has another dtype than float32 or bfloat16.
+        ValueError: the pool is neither float32 nor bfloat16.
     """
     return _decode(q_absorbed, call, head_dim=None, cores=cores, out_dtype=out_dtype, interpret=interpret)

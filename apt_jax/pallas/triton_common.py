@@ -1,12 +1,12 @@
-"""Helpers that the Triton kernels share: launching, masked loads, slots of positions, program order.
+"""Helpers shared by the Triton kernels: launches, masked loads, slots of positions, program order.
 
 Every kernel loops over positions. Position t is in entry t // C of a row's table, at slot t % C or at the slot that
 `slot_ranges` gives (`slot_of`). Loads outside a row's own slots are masked and give 0: other contents of a block,
 including NaN, are neither read nor used.
 
 Shapes inside a kernel are powers of two: head counts and lanes are padded and masked. Every axis is indexed by an
-integer array, which is fast in the interpreter and becomes asynchronous copies in the compiler. Sums use no atomics, so
-equal inputs give equal bits.
+integer array: this is fast in the interpreter, and the compiler turns it into asynchronous copies. Sums use no atomics,
+so equal inputs give equal bits.
 """
 
 import math
@@ -24,7 +24,7 @@ MASKED = -1e30
 """Score of a masked position; finite, so a fully masked tile cannot give NaN."""
 
 SWIZZLE_HEADS = 8
-"""Maximum number of heads whose programs are neighbours in the kernels that reproject."""
+"""Maximum number of heads whose programs are adjacent in kernels that compute keys and values from layer inputs."""
 
 
 def launch(
@@ -46,7 +46,7 @@ def launch(
 
     Args:
         kernel: function of the refs.
-        operands: input arrays; None: a missing operand.
+        operands: input arrays; None: the operand is missing.
         out_shape: shapes and dtypes of the outputs.
         grid: number of programs along each axis.
         warps: number of warps per program.
@@ -62,7 +62,7 @@ def launch(
     for operand in operands:
         if operand is not None and operand.dtype.itemsize == 1 and operand.size >= 1 << 31:
             raise ValueError(
-                f"{name}: {operand.shape} elements of one byte are 2 GiB or more, which 32-bit offsets do not reach"
+                f"{name}: {operand.shape} elements of one byte are 2 GiB or more, which 32-bit offsets cannot address"
             )
 
     def body(*refs: Any) -> None:
@@ -85,7 +85,7 @@ def launch(
 
 
 def dot(a: Any, b: Any, contract: tuple[int, int]) -> Any:
-    """Return the matrix product over one axis of each side in float32; float32 operands are not rounded to TF32."""
+    """Return the matrix product over one axis of each operand, in float32; float32 operands are not rounded to TF32."""
     return lax.dot_general(
         a,
         b,
@@ -112,7 +112,7 @@ def below(index: Any, size: int, padded_size: int) -> Any:
 
 
 def lanes_of_step(step: Any, lanes: int, width: int) -> tuple[Any, Any]:
-    """Return the lanes of one step of a loop over a width, and their mask or None."""
+    """Return the lanes of one step of a loop over `width`, and a mask of existing lanes (None: all exist)."""
     lane = step * lanes + jnp.arange(lanes)
     return lane, below(lane, width, width - width % lanes)
 
@@ -139,12 +139,13 @@ def check_pool(pool: Array, block_size: int) -> None:
 
 
 def swizzle_group(programs: int) -> int:
-    """Return the number of neighbouring programs of one row; it divides `programs`."""
+    """Return the number of adjacent programs of one row; it divides `programs`."""
     return math.gcd(programs, SWIZZLE_HEADS)
 
 
 def swizzle(index: Any, inner: int, outer: int) -> tuple[Any, Any]:
-    """Return (head program, row program) of a program if `inner` head programs come first, then `outer` rows."""
+    """Return the head and row numbers of a program, if programs are ordered by `inner` heads first, then by `outer`
+    rows."""
     group, rest = index // (inner * outer), index % (inner * outer)
     return group * inner + rest % inner, rest // inner
 

@@ -5,9 +5,9 @@ The output of a head is as wide as the model, too wide for one program, while ea
 are two kernels, both over the pieces of a work list (`triton_work_list.py`). A program of `absorbed_scores` takes tiles
 of positions and all heads, and computes P = exp(S - m) in the pool's dtype, with m and l of every tile. A program of
 `absorbed_output` takes 128 lanes of a piece, and computes the sum of exp(m_tile - m) P x. It takes rows in the opposite
-order, to find layer inputs that are still in the L2 cache.
+order, because layer inputs that were read last are still in the L2 cache.
 
-P is stored tile after tile for all rows, so its memory depends on the rows' actual lengths and not on their maximum
+P is stored tile after tile for all rows, so its memory depends on the actual lengths of the rows, not on their maximum
 lengths. Rows whose tiles do not fit `_SCORE_BYTES` together are processed in waves, which reuse the same memory.
 """
 
@@ -76,7 +76,8 @@ class Wave(NamedTuple):
 def waves_of(rows: Rows, most_tiles: int, tile_bytes: int, every: int | None = None) -> Iterator[Wave]:
     """Split the rows into waves; there is a single wave if the maximum number of tiles fits `_SCORE_BYTES`.
 
-    A row belongs to the wave that its first tile lies in, so the tiles of a wave extend at most `most_tiles` further.
+    A row belongs to the wave in which its first tile lies, so the tiles of a wave extend at most `most_tiles` beyond
+    its end.
 
     Args:
         rows: visible tiles of each row.
@@ -104,7 +105,7 @@ def scores_shape(wave: Wave, heads: int, tokens: int, dtype: Any) -> list[jax.Sh
 
 
 def store_scores(outs: tuple[Any, ...], s: Any, own: Any, tile: Any, heads: Any, head_ok: Any) -> None:
-    """Store P, m and l of the scores (heads, tokens) of the tile with packed index `tile`."""
+    """Compute and store P, m and l of the scores (heads, tokens) of the tile with packed index `tile`."""
     p_out, m_out, l_out = outs
     zeros = jnp.zeros(heads.shape, jnp.float32)
     m, l, p, _ = softmax_step((zeros + MASKED, zeros), s, own)
@@ -172,7 +173,7 @@ def _scores_kernel(
 
 
 def _pieces_of(wave: Wave, chip: str | None, heads: int, width: int, itemsize: int) -> WorkList:
-    """Return the work list of a wave, which both kernels share so that it is made once."""
+    """Return the work list of a wave; both kernels share it, so it is made once."""
     programs = -(-width // tile_for("output", chip, heads, width, itemsize).lanes)
     return work_list(wave.rows, pieces_for(chip, programs, OUTPUTS_PER_PROCESSOR), wave.most_tiles, wave.active)
 
@@ -226,7 +227,7 @@ def absorbed_scores(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Scores:
-    """Return P, m and l of S = q~ x^T for the rows of a wave, which is the first half of absorbed attention.
+    """Return P, m and l of S = q~ x^T for the rows of a wave: the first half of absorbed attention.
 
     For the other arguments see `absorbed_attention`.
     """
@@ -244,8 +245,8 @@ def score_sums(
 ) -> Float[Array, "TILES N T"]:
     """Return q~ x^T over the D features of this device in float32, tile after tile like P of `Scores`.
 
-    Values are undefined beyond the tiles of the wave's rows, and 0 for slots outside the row. The window is the only
-    logit modifier that is applied. For the other arguments see `absorbed_attention`.
+    Values are undefined beyond the tiles of the wave's rows, and 0 for slots outside the row. Of the logit modifiers
+    only the window is applied. For the other arguments see `absorbed_attention`.
     """
     (sums,) = _absorbed_scores(q_absorbed, call, wave, interpret=interpret, chip=chip, sums_only=True)
     return sums
@@ -261,7 +262,7 @@ def _output_kernel(
     width: int,
 ) -> None:
     items, tables, slot_ranges, p_ref, m_ref, l_ref, pool = refs[:7]
-    results, partial = refs[-6:-3], refs[-3:]  # between: results of earlier waves, in the same memory
+    results, partial = refs[-6:-3], refs[-3:]  # between them: results of earlier waves, in the same memory
     part, index = pl.program_id(0), num_items - 1 - pl.program_id(1)
     item = read_item(items, index)
     lane, lane_ok = lanes_of_step(part, tile.lanes, width)
@@ -328,7 +329,7 @@ def absorbed_output(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Output:
-    """Return (z, m, l) of the rows of a wave, which is the second half of absorbed attention.
+    """Return z, m and l for the rows of a wave: the second half of absorbed attention.
 
     The logit modifiers of the call have already been applied. For the other arguments see `absorbed_attention`.
 
@@ -336,14 +337,14 @@ def absorbed_output(
         scores: results of `absorbed_scores`.
         call: see `absorbed_attention`.
         wave: the rows.
-        before: results of earlier waves, into whose memory the results of this wave are written.
+        before: results of earlier waves; this wave writes the results of its rows into the same arrays.
         width: D.
         out_dtype: see `absorbed_attention`.
         interpret: see `absorbed_attention`.
         chip: see `absorbed_attention`.
 
     Raises:
-        ValueError: the tiles of both kernels do not fit each other, or the chip is unknown.
+        ValueError: the tile sizes of the two kernels do not match, or the chip is unknown.
     """
     pool = call.pool
     p, m, l = scores

@@ -1,4 +1,4 @@
-"""Helpers inside the decode kernels: slots of positions, logit modifiers, a step of the softmax, norms of keys."""
+"""Helpers for the decode kernels: slots of positions, logit modifiers, a step of the softmax, norms of keys."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ def check_inputs(pool: Array, block_size: int, width: int) -> None:
 
 
 def by_block(pool: Array) -> Array:
-    """Return the pool as (P, C * E), with the index (block, slot * width + lane)."""
+    """Return the pool with shape (P, C * E), indexed by (block, slot * width + lane)."""
     return pool.reshape(pool.shape[0], -1)
 
 
@@ -63,11 +63,11 @@ class ScoreModifiers:
         return cls() if rules is None else cls(softcap=rules.softcap, window=rules.window)
 
     def sees(self, position: Any, length: Any) -> Any:
-        """Return the mask of positions that the query may see."""
+        """Return the mask of positions that the query attends to."""
         return position < length if self.window is None else (position < length) & (position >= length - self.window)
 
     def __call__(self, s: Any, position: Any, length: Any, slopes: Any, heads: Any, head_ok: Any) -> Any:
-        """Apply the rules to scores.
+        """Apply soft cap and slopes to scores; `sees` applies the window.
 
         Args:
             s: (heads, positions) scores.
@@ -86,7 +86,7 @@ class ScoreModifiers:
 
 
 def slopes_of(rules: LogitModifiers | None) -> Array | None:
-    """Return ALiBi's slopes in float32, which kernels read from memory; None without slopes."""
+    """Return the ALiBi slopes in float32, which kernels read from memory; None without slopes."""
     return None if rules is None or rules.slopes is None else rules.slopes.astype(jnp.float32)
 
 
@@ -108,17 +108,17 @@ def check_key_norm(norm: KeyNorm | None, head_dim: int) -> None:
     """Check that a norm of keys is per head.
 
     Raises:
-        ValueError: the norm is over all heads together, and no program has the keys of all heads.
+        ValueError: the norm is over all heads together, but no program of a kernel has the keys of all heads.
     """
     if norm is not None and norm.scale.shape[0] != head_dim:
         raise ValueError(f"norms over all heads together ({norm.scale.shape=}) are not supported by the kernels")
 
 
 def scale_of(norm: KeyNorm | None) -> Array | None:
-    """Return the factors of a norm in float32, which kernels read from memory; None without a norm."""
+    """Return the scale of a norm in float32, which kernels read from memory; None without a norm."""
     return None if norm is None else norm.scale.astype(jnp.float32)
 
 
 def lane_scale(scale: Any, lane: Any, ok: Any) -> Any:
-    """Load the factors of a norm for some lanes of a head."""
+    """Load the scale of a norm for some lanes of a head."""
     return load(scale, (lane,), lane.shape, ok)

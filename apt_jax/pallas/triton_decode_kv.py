@@ -1,8 +1,8 @@
 """Decode attention over keys and values of the block pool as a Pallas kernel on the Triton backend (contract:
 `lab/reference.py`).
 
-A program computes one key/value head of one piece of a row (`triton_work_list.py`), with running maximum m, denominator
-l and accumulator (flash attention). Tiles that a sliding window hides are neither read nor computed.
+A program computes one key/value head for one piece of a row (`triton_work_list.py`), with a running maximum m,
+denominator l and accumulator (flash attention). Tiles hidden by a sliding window are neither read nor computed.
 """
 
 import functools

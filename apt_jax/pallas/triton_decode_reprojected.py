@@ -1,9 +1,9 @@
 """Decode attention over keys and values computed from cached layer inputs, as a Pallas kernel on the Triton backend.
 
 The kernel works like `triton_decode_kv`, but computes the keys and values of one head from layer inputs, one tile of
-positions at a time, without writing them to memory. Programs of eight heads are neighbours and share layer inputs, and
-programs of the next rows share their weights, so both mostly come from the L2 cache. Contract:
-`reference.decode_reprojected`.
+positions at a time, without writing them to memory. The programs of eight heads of a row are adjacent and share its
+layer inputs; the programs of the next rows follow and share the weights of these heads. So both mostly come from the L2
+cache. Contract: `reference.decode_reprojected`.
 """
 
 import functools
@@ -98,8 +98,8 @@ def _reprojected_kernel(
     value_ok = below(value_lane, head_dim, value_lane.size)
     passes = 2 if half else tile.passes
 
-    # Lanes of a key: the two halves of the rotary lanes separately, because a tile in registers cannot be split, then
-    # the other lanes.
+    # Lanes of a key: the two halves of the rotary lanes separately, because a tile in registers cannot be split,
+    # followed by the other lanes.
     cuts = (0, half, 2 * half, head_dim) if half else (0, head_dim)
     key_lanes = []
     for start, end in itertools.pairwise(cuts):
@@ -183,7 +183,7 @@ def _reprojected_kernel(
             jnp.zeros((group_padded, value_lane.size), jnp.float32),
         )
         m, l, acc = lax.fori_loop(item.first, item.last, step, init)
-        if bv is not None:  # it is added to every value, and the weights sum to l
+        if bv is not None:  # the bias is added to every value, and the weights sum to l
             acc = acc + l[:, None] * bias(bv, value_lane, value_ok)[None, :]
         store_piece((m, l, acc), (out,), partial, (items, index), heads, value_lane, (head_ok, value_ok))
 
@@ -194,8 +194,8 @@ def decode_reprojected(
     """Return attention over keys and values computed from cached layer inputs, in float32; see
     `reference.decode_reprojected`.
 
-    Projections are accumulated in float32, normed per head and rotated if the call says so, and rounded to the pool's
-    dtype like cached keys and values.
+    Projections are accumulated in float32, normed per head and rotated if the call requires it, and rounded to the
+    pool's dtype like cached keys and values.
 
     Args:
         q: queries.

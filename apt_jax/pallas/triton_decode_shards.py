@@ -5,12 +5,12 @@ Each device has some features of x and of q~, so its products are partial sums o
 
 1. `triton_decode_absorbed.score_sums` writes the partial sums of all visible tiles of all rows, packed.
 2. An all-reduce adds them over the devices. Its size is fixed, as required by a CUDA graph: it covers the maximum
-   lengths of the rows, or fewer positions if the host knows that the rows are shorter (`room`).
-3. `softmax_tiles` applies the logit modifiers and computes P, m and l, in the form of `absorbed_scores`.
+   lengths of all rows, or fewer positions if the host knows that the rows are shorter (`room`).
+3. `softmax_tiles` applies the logit modifiers and computes P, m and l, as `absorbed_scores` returns them.
 4. `triton_decode_absorbed.absorbed_output` computes the sum of P x for this device's features.
 
-Partial sums are added in float32. In bfloat16 a score of 20 would have an error of up to 0.06, and its weight of 6 %;
-partial sums can be much larger than their total.
+Partial sums are added in float32. In bfloat16, a score of 20 could be off by up to 0.06, and its weight by 6 %; partial
+sums, which can be much larger than their total, could be off by more.
 """
 
 import functools
@@ -116,8 +116,8 @@ def decode_absorbed(
 ) -> Float[Array, "B N D"]:
     """Return `softmax(q~ x^T) x` over positions [0, lens), with scores summed over the devices of `call.tensor`.
 
-    The contract is `reference.decode_absorbed`. Queries have all N heads; queries and pool have the D features of this
-    device; all other inputs are the same on all devices. For the arguments see
+    The contract is `reference.decode_absorbed`. Queries have all N heads; queries and pool have only the D features of
+    this device; all other inputs are equal on all devices. For the arguments see
     `triton_decode_absorbed.absorbed_attention`.
 
     Raises:

@@ -82,7 +82,8 @@ def _rotary_scores_kernel(
     turned: int,
     width: int,
 ) -> None:
-    """Compute the scores of a piece for the key heads whose halves fill `tile.columns` adjacent lanes."""
+    """Compute the scores of a piece, for as many key heads as fit `tile.columns` with one half of their rotary
+    lanes."""
     items, tables, slot_ranges, slopes, q_rotary, q_absorbed, pool, wk, bk, scale, cos, sin = refs
     program, index = swizzle(pl.program_id(0), neighbours, num_items)
     item = read_item(items, index)
@@ -132,8 +133,8 @@ def _rotary_scores_kernel(
         if bk is not None:
             biases = (load(bk, (kv_head, lanes), columns.shape, column_ok) for lanes in halves)
             a, b = (key + bias.astype(jnp.float32)[:, None] for key, bias in zip((a, b), biases, strict=True))
-        # Every head's query in the columns of its key head, zeros elsewhere: one product sums each head's columns
-        # separately.
+        # Each head's query is placed in the columns of its key head, with zeros elsewhere: one product then sums each
+        # head's columns separately.
         mask = head_ok[:, None] & column_ok[None, :] & ((heads // group)[:, None] == kv_head[None, :])
         factor = None
         if scale is not None:
@@ -160,8 +161,7 @@ def _rotary_scores_kernel(
 
 
 def _heads_together(tile: Tile, half: int, num_kv_heads: int, normed: bool) -> int:
-    """Return the number of key heads per program of `_rotary_scores_kernel`: a power of two, and 1 with a norm of
-    keys."""
+    """Return the number of key heads per program of `_rotary_scores_kernel`: a power of two; 1 if keys are normed."""
     return 1 if normed else max(1, min(tile.columns // padded(half), MIN_SIDE, padded(num_kv_heads)))
 
 
@@ -174,7 +174,7 @@ def rotary_scores(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Scores:
-    """Return P, m and l of q_r k_r^T + q~ x^T for the rows of a wave, as input of `absorbed_output`.
+    """Return P, m and l of q_r k_r^T + q~ x^T for the rows of a wave, as input for `absorbed_output`.
 
     For the other arguments see `decode_v_absorbed`.
     """
@@ -261,7 +261,7 @@ def decode_v_absorbed(
     check_inputs(call.pool, call.block_size, width)
     check_key_norm(p.key_norm, rotary_dim)
     if heads % kv_heads or rotary_dim % 2 or rotary_dim < 2 * p.angles.shape[1]:
-        raise ValueError(f"{q_rotary.shape=}, {p.wk.shape=} and {p.angles.shape=} do not fit")
+        raise ValueError(f"{q_rotary.shape=}, {p.wk.shape=} and {p.angles.shape=} do not match")
     tile = tile_for("rotary_scores", chip, heads, width, itemsize, rotary_dim)
     visible = rows_of_call(call, tile.tokens)
     on: dict[str, Any] = {"interpret": interpret, "chip": chip}

@@ -1,23 +1,22 @@
 """Hidden prefixes of prompt chunks on NVIDIA GPUs: keys and values from cached layer inputs, then flash attention.
 
-The prefixes of all rows are laid out one after another, each starting at a whole tile of positions, and processed in
-pieces:
+The prefixes of all rows are laid out one after another, each starting at a tile boundary, and processed in pieces:
 
   * `prefix_project` gathers the layer inputs of a piece and multiplies them by W_k and W_v, once for any number of
-    query tokens. One program per processor of the chip takes (tile of positions, head) items in turn, up to the end of
-    the prefixes; a piece without positions costs only a launch.
+    query tokens. Each processor of the chip runs one program, which takes (tile of positions, head) items in turn, up
+    to the end of the prefixes; a piece without positions costs only a launch.
   * `prefix_attend` folds the keys and values of the piece into the flash states (m, l, acc) of the query tiles. A
     program reads and writes the states of its own tiles.
 
 The host, which knows the prefixes, sets the number of launched pieces (`room`): 0, 1 or a few. All launches are in one
 CUDA graph, and an unneeded launch is cheap compared with the products of a piece, which take some milliseconds per
-layer. If there may be more pieces than `_MOST_LAUNCHED`, the device counts them, and a loop runs only the existing
-pieces; the host drives the loop, with two graphs per layer. In both cases only one piece is in memory, for any number
-and length of prefixes. A single launch for all pieces would need a barrier over the whole chip between the projection
-of a piece and its use, which cannot be tested without a chip.
+layer. If there may be more pieces than `_MOST_LAUNCHED`, the device counts them, and a loop runs only over the existing
+pieces; the host drives the loop, with two graphs per layer. In both cases only one piece is in memory, however many and
+long the prefixes are. A single launch for all pieces would need a barrier over the whole chip between the projection of
+a piece and its use, which cannot be tested without a chip.
 
-For few query tokens `absorbed_prefix` is cheaper: absorbed attention with each token as a row of its own. With up to H
-tokens it takes fewer multiplications than the projection of the prefix.
+For few query tokens `absorbed_prefix` is cheaper: absorbed attention in which each token is a row of its own. Up to H
+tokens, it takes fewer multiplications than projecting the prefix.
 """
 
 import dataclasses
@@ -51,10 +50,11 @@ from apt_jax.pallas.triton_tiles import NUM_PROCESSORS, PrefillTile, Tile, check
 
 _PIECE_POSITIONS = 8192
 _MOST_LAUNCHED = 4
-"""Maximum number of pieces for which kernels are launched even if the pieces are empty."""
+"""Maximum number of pieces for which kernels are launched in every step, even if the pieces are empty."""
 
 _SIDE_BY_SIDE = 8
-"""Number of tiles of positions that programs take at the same time, for all heads; their inputs fit the L2 cache."""
+"""Number of tiles of positions that programs process at the same time, for all heads, so that their layer inputs fit
+the L2 cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,8 @@ class PrefixPlan:
     starts: Int32[Array, " B"]
     """Offset of that position among the laid-out positions of all rows."""
     tiles: Int32[Array, "TILES 3"]
-    """Row, first position, and length of the row's prefix for each tile of positions; length 0: no tile."""
+    """For each tile of positions: its row, its first position, and the length of the row's prefix. Length 0: unused
+    entry."""
     count: Int32[Array, " 1"]
     """Number of existing tiles."""
     per_piece: int
@@ -89,8 +90,8 @@ def plan_prefixes(
         capacity: maximum length of a prefix.
         positions: number of positions per tile.
         piece_positions: number of positions per piece, rounded up to whole tiles.
-        room: maximum number of positions of all rows together, each row rounded up to whole tiles; None: `capacity` per
-            row.
+        room: maximum total length of all prefixes, in positions, where the length of each prefix is rounded up to whole
+            tiles; None: `capacity` for each row.
     """
     batch = hidden_lens.shape[0]
     begins = scores.first_seen(hidden_lens) // positions * positions + jnp.zeros_like(hidden_lens)
@@ -148,7 +149,7 @@ def _project_kernel(
     eps: float,
 ) -> None:
     piece, tiles, count, tables, ranges, pool, wk, bk, wv, bv, norm, cos, sin, after = refs
-    del after  # a dependency only: the previous piece must have been read before it is overwritten
+    del after  # only a dependency: the previous piece must have been read before it is overwritten
     first_tile = plt.load(piece.at[jnp.int32(0)]) * per_piece
     active = jnp.clip(plt.load(count.at[jnp.int32(0)]) - first_tile, 0, per_piece)
     whole = (0, head_dim)
@@ -269,7 +270,7 @@ def _attend_kernel(
             slope = None if slopes is None else plt.load(slopes.at[queries.head], mask=queries.ok, other=0)
             if m_in is None:
                 state = no_state(tile.queries, lane.size)
-            else:  # a row's first piece has no earlier state
+            else:  # the first piece of a row has no earlier state
                 state = read_state((m_in, l_in, acc_in), queries, lane, lane_ok, start < place)
 
             def fetch(position: Any, is_open: bool) -> Any:
@@ -372,7 +373,7 @@ def weights_of(call: PrefillCall) -> tuple[Array | None, ...]:
 
 
 def slopes_of(call: PrefillCall) -> Float[Array, " N"] | None:
-    """Return ALiBi's slopes; None without slopes."""
+    """Return the ALiBi slopes; None without slopes."""
     return None if call.rules is None else call.rules.slopes
 
 
@@ -438,7 +439,7 @@ def projected_prefix(
     inputs = (call.tables, call.slot_ranges, pool.reshape(pool.shape[0], -1), *weights_of(call))
     scale, slopes = None if p.key_norm is None else p.key_norm.scale, slopes_of(call)
 
-    # Lowered once for all pieces, except a first piece without an earlier state.
+    # Lowered once for all pieces, except for a first piece, which has no earlier state.
     @jax.jit
     def attend_to(piece: Array, state: FlashState) -> FlashState:
         kv = project_piece(_Projected._make((piece, plan.tiles, plan.count, *inputs, scale, *turns, state[0])))
@@ -460,11 +461,11 @@ def projected_prefix(
 def absorbed_prefix(
     q: Float[Array, "T N H"], call: DecodeCall, *, most_positions: int | None, interpret: bool, chip: str | None
 ) -> FlashState:
-    """Return the same states as `projected_prefix`, computed with absorbed projections.
+    """Return the state that `projected_prefix` returns, computed with absorbed projections.
 
     Args:
         q: queries.
-        call: call with a row for each token.
+        call: a decode call over the hidden prefixes, with a row for each token.
         most_positions: maximum number of positions per row; None: the capacity of a row of the tables.
         interpret: run in Pallas' interpreter.
         chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
@@ -484,7 +485,7 @@ def absorbed_prefix(
         interpret=interpret,
         chip=chip,
     )
-    if p.bk is not None:  # it shifts all scores of the prefix, but not those of the chunk, with which this is joined
+    if p.bk is not None:  # it shifts the scores of the prefix, but not those of the chunk, with which they are joined
         m = m + jnp.sum(grouped.astype(jnp.float32) * p.bk.astype(jnp.float32)[None, :, None, :], axis=3).reshape(
             m.shape
         )

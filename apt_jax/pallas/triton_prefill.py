@@ -1,8 +1,8 @@
 """Prefill attention over the block pool as Pallas kernels on the Triton backend, for NVIDIA GPUs (`reference.prefill`).
 
 `prefill_chunk` is flash attention over the cached keys and values of the chunk's request, then over the chunk itself.
-For a request with a hidden prefix it starts from the flash state that `triton_hidden_prefix` has computed. Keys that a
-sliding window hides from all queries of a tile are neither read nor computed.
+For a request with a hidden prefix it starts from the flash state that `triton_hidden_prefix` has computed. Tiles of
+keys that a sliding window hides from all queries of a tile are neither read nor computed.
 
 Loads outside a request's own slots and outside a chunk's tokens are masked and give 0. Shapes inside a kernel are
 powers of two. Sums use no atomics, so equal inputs give equal bits.
@@ -145,9 +145,9 @@ def prefill(
     """Return causal attention of prompt chunks over cached prefixes and themselves, in the dtype of `q`.
 
     The contract is `reference.prefill`. Keys and values of a hidden prefix are accumulated in float32, normed per head
-    and rotated if the call says so, and rounded to the pool's dtype. Batches of at most H tokens absorb the projections
-    instead, if keys are neither normed nor rotated and there are no logit modifiers. Kernels for hidden prefixes are
-    launched for the `room` of the call; on several devices a loop takes only the existing positions (`sharded_prefix`).
+    and rotated if the call requires it, and rounded to the pool's dtype. For at most H tokens the projections are
+    absorbed instead, if possible (`_absorbs`). The `room` of the call determines how many kernels are launched for
+    hidden prefixes; on several devices a loop runs only over the existing positions (`sharded_prefix`).
 
     Args:
         q: queries.
@@ -196,7 +196,7 @@ def prefill(
         state = attend_prefix(q, call, hidden_lens, tiles, tile=tile, scores=scores, interpret=interpret, **more)
     if (
         state[0] is not None or call.slot_ranges is not None
-    ):  # either needs registers, of which the largest tile leaves few
+    ):  # both need registers, of which the largest tile leaves few
         tile = dataclasses.replace(tile, keys=min(tile.keys, _FEWER_KEYS))
     kernel = functools.partial(
         _chunk_kernel,
@@ -235,9 +235,10 @@ def _check_prefixes(of_inputs: HiddenPrefixes, pool: Array, num_kv_heads: int, h
 
 
 def _absorbs(call: PrefillCall, lane_width: int) -> bool:
-    """Return True if projections of the hidden prefixes can be absorbed.
+    """Return True if the projections of hidden prefixes can be absorbed.
 
-    There must be no logit modifiers, the keys neither normed nor rotated, and the layer inputs as wide as the keys.
+    There must be a single device and no logit modifiers, keys must be neither normed nor rotated, and layer inputs must
+    be as wide as the keys of all heads.
     """
     of_inputs = call.hidden_prefixes
     if of_inputs is None or of_inputs.tensor is not None or call.rules is not None:

@@ -1,11 +1,12 @@
-"""Hidden prefixes of prompt chunks on several GPUs, each of which has some features of the layer inputs.
+"""Hidden prefixes of prompt chunks on several GPUs, each of which holds some features of the layer inputs.
 
 As in `triton_hidden_prefix`, the prefixes are laid out one after another and processed in pieces: keys and values of a
 piece are computed once, for this device's heads, then `prefix_attend` folds them into the states of all query tokens.
 
 If W_k and W_v are split by feature, the devices exchange partial sums of the products with them; if they are split by
-head, the devices exchange features (`apt_jax.models.sharding`). Either is sent for every position of a piece, used or
-not. So a loop takes only as many pieces as the prefixes have; the host drives it, with two CUDA graphs per layer.
+head, the devices exchange features (`apt_jax.models.sharding`). In both cases the devices exchange data for every
+position of a piece, used or not. So a loop runs only over the pieces that the prefixes need; the host drives the loop,
+with two CUDA graphs per layer.
 """
 
 from typing import Any
@@ -22,15 +23,16 @@ from apt_jax.pallas.triton_queries import FlashState, QueryTiles, Scores
 from apt_jax.pallas.triton_tiles import PrefillTile
 
 _PIECE_POSITIONS = 2048
-"""Number of positions per piece; the last piece is computed as a whole too."""
+"""Number of positions per piece; the last piece is also computed in full."""
 _TILE_POSITIONS = 128
-"""Number of positions per tile: a multiple of the keys of every `PrefillTile`. Each prefix starts at a tile."""
+"""Number of positions per tile: a multiple of `PrefillTile.keys` of every tile. Each prefix starts at a tile
+boundary."""
 
 
 def _read_positions(
     plan: PrefixPlan, piece: Array, tables: Array, slot_ranges: Array | None, block_size: int
 ) -> tuple[Int32[Array, " S"], Bool[Array, " S"], Int32[Array, " S"], Int32[Array, " S"]]:
-    """Return the positions of a piece within their rows, the mask of existing positions, and their blocks and slots."""
+    """Return the positions of a piece within their rows, a mask of existing positions, and their blocks and slots."""
     index = piece * plan.per_piece + jnp.arange(plan.per_piece, dtype=jnp.int32)
     fields = plan.tiles.at[index].get(mode="fill", fill_value=0)
     row, first, length = (jnp.repeat(fields[:, i], _TILE_POSITIONS) for i in range(3))
@@ -59,7 +61,7 @@ def sharded_prefix(
     """Return the online-softmax state m, l (T, N) and acc (T, N, H) of attention over the hidden prefixes; undefined
     for tokens of rows without a prefix.
 
-    W_k and W_v of the call have this device's heads and all features, or all heads and this device's features.
+    W_k and W_v of the call have either this device's heads and all features, or all heads and this device's features.
 
     Args:
         q: queries.

@@ -1,8 +1,9 @@
 """Tiles of query tokens, and flash attention of a tile over keys and values, for the prefill kernels.
 
-A program takes tiles of query tokens of a chunk with the query heads of one key/value head, which together are the rows
-of its matrix products. The device computes the chunk of each tile from the chunks' lengths. There are enough programs
-for the tiles of a few chunks; with many short chunks each program takes several tiles in turn.
+A program processes tiles of query tokens of a chunk, for the query heads of one key/value head; the rows of its matrix
+products are these tokens and heads. The device finds the chunk of each tile from the lengths of the chunks. There are
+enough programs for the tiles of a few chunks; if there are many short chunks, each program processes several tiles in
+turn.
 """
 
 import dataclasses
@@ -23,14 +24,14 @@ from apt_jax.ops.calls import LogitModifiers
 from apt_jax.pallas.triton_common import MASKED, dot, load
 
 LOG2_E = math.log2(math.e)
-"""Factor that converts scores to base 2, because the chip has an exponential of base 2."""
+"""Factor that converts scores to base 2, because the chip has an instruction for powers of 2."""
 
 TILE_FIELDS = 6
 """Number of fields of a query tile: row of the tables, first token of its chunk, first query of the tile within the
 chunk, length of the chunk, number of cached keys and values, number of cached layer inputs."""
 
 _MORE_TILES = 8
-"""Number of additional programs, for tiles that are not full, such as the last tile of each chunk."""
+"""Number of additional programs, for tiles that are only partly filled, such as the last tile of a chunk."""
 
 FlashState = tuple[Any, Any, Any]
 """m and l (queries,) and acc (queries, lanes)."""
@@ -45,7 +46,7 @@ class QueryTiles:
     count: Int32[Array, " 1"]
     """Number of tiles."""
     programs: int
-    """Number of programs per key/value head that take the tiles in turn."""
+    """Number of programs per key/value head, which process the tiles in turn."""
 
 
 def query_tiles(
@@ -177,7 +178,7 @@ class Scores:
         )
 
     def first_seen(self, query: Any) -> Any:
-        """Return the first position that the query at position `query` may see."""
+        """Return the first position that the query at position `query` attends to."""
         return jnp.int32(0) if self.window is None else jnp.maximum(query + 1 - self.window, 0)
 
     def __call__(self, s: Any, distance: Any, slope: Any) -> tuple[Any, float]:
@@ -192,7 +193,7 @@ class Scores:
             slope: (queries,) ALiBi slope of each query's head, or None.
         """
         if self.softcap is not None:
-            # tanh x = 1 - 2 / (1 + exp 2x): exact at both ends, where exp2 goes to 0 or infinity.
+            # tanh x = 1 - 2 / (1 + exp 2x) is exact at both ends, where exp2 goes to 0 or infinity.
             exponential = self.exp2(s, 2 * LOG2_E * self.scale / self.softcap)
             s = (self.softcap * LOG2_E) * (1 - 2 / (1 + exponential))
         elif slope is None:

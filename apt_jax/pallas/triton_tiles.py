@@ -1,14 +1,14 @@
-"""Tiles of the Triton kernels: the problem size that one program processes, by kernel, chip and shape.
+"""Tiles of the Triton kernels: the problem size that one program processes at a time, for each kernel, chip and shape.
 
 They are chosen so that no kernel spills registers or needs more shared memory than a block may have. The register
-counts come from cubins that were compiled without a GPU; other tiles have not been measured on one. These facts
-determine the table:
+counts come from cubins compiled without a GPU; alternative tiles have not been timed on a GPU. The tiles follow from
+these facts:
 
   * The sums of a product stay in registers: 128 lanes x 128 tokens take 64 of a thread's 255 registers with 8 warps. A
     kernel that computes keys and values together holds two such sums. They fit on Hopper, whose operands come from
     shared memory, but not on an A100.
   * If the address of a load comes from another load, such as the lookup of a position's slot, the pipeline spends two
-    of its stages on that, and more stages give no more buffers. `output` looks up the slots of a step in the previous
+    stages on that, and further stages do not give more buffers. `output` looks up the slots of a step in the previous
     step, so all of its stages but one are buffers.
   * The read rate of a processor is the number of bytes in flight divided by the latency of memory (about 1 us under
     load): an H100 needs 22 KB in flight per processor. All buffers but one of each running program are in flight.
@@ -26,7 +26,8 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
 """Maximum shared memory per block in bytes, by class of chips."""
 
 NUM_PROCESSORS = {"sm_80": 108, "sm_89": 58, "sm_90": 132}
-"""Number of streaming multiprocessors over which a small batch is split, by class of chips; for sm_89 that of an L4."""
+"""Number of streaming multiprocessors over which a small batch is split, by class of chips; for sm_89, the number of an
+L4."""
 
 MAX_HEAD_DIM = 256
 """Maximum number of lanes per head."""
@@ -44,7 +45,7 @@ MIN_SIDE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Problem size that one program of a kernel takes at a time; sizes are powers of two."""
+    """Problem size that one program of a kernel processes at a time; sizes are powers of two."""
 
     tokens: int
     """Number of cached positions."""
@@ -55,8 +56,9 @@ class Tile:
     stages: int
     """Depth of the pipeline that copies from device memory."""
     passes: int = 1
-    """Number of loops over D, only for `reprojected`. With 1, keys and values are computed together; 2 reads layer
-    inputs twice, mostly from the L2 cache, and needs half the accumulators. Rotary keys always take 2."""
+    """Number of loops over D, only for `reprojected`. With 1, keys and values are computed together; with 2, layer
+    inputs are read twice, mostly from the L2 cache, and half as many accumulators are needed. Rotary keys always take
+    2."""
     columns: int = 0
     """Number of projected lanes in one half of the rotary lanes, over all heads of a program; only for
     `rotary_scores`."""
@@ -70,7 +72,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTile:
-    """Problem size that one program of a prefill kernel takes at a time; sizes are powers of two."""
+    """Problem size that one program of a prefill kernel processes at a time; sizes are powers of two."""
 
     queries: int
     """Number of rows of a product: query tokens times query heads per key/value head."""
@@ -134,7 +136,7 @@ _OF_HEADS: dict[tuple[str, str, int], Tile] = {
 """Tiles by kernel, chip and number of heads, for any width."""
 
 _TUNED: dict[tuple[str, str, int, int], Tile] = {
-    # GPT-NeoX-20B: three sets of key lanes (24 turned in two halves, 72 not) need more registers at 128 tokens.
+    # GPT-NeoX-20B: three sets of key lanes (two halves of 24 rotary lanes, 72 others) need more registers at 128.
     ("reprojected", "sm_80", 64, 6144): Tile(tokens=64, lanes=32, warps=8, stages=4, passes=2),
     ("reprojected", "sm_89", 64, 6144): Tile(tokens=64, lanes=32, warps=8, stages=4, passes=2),
     # Phi-3 with its window: 4 warps spill 8 bytes, at 168 registers.
@@ -170,7 +172,7 @@ def chip_for(capability: float) -> str:
 
 
 def check_chip(chip: str | None, head_dim: int) -> str:
-    """Return the class of chips to choose tiles for; for None it is sm_80.
+    """Return the class of chips for which to choose tiles; sm_80 if `chip` is None.
 
     Raises:
         ValueError: the chip is unknown, or heads are wider than `MAX_HEAD_DIM`.
@@ -180,14 +182,15 @@ def check_chip(chip: str | None, head_dim: int) -> str:
         raise ValueError(f"no tiles for {chip=}; known: {CHIPS}, or None")
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(
-            f"heads of {head_dim} lanes are wider than the {MAX_HEAD_DIM} whose tiles fit {SHARED_BYTES[chip] >> 10} KiB"
+            f"heads of {head_dim} lanes are wider than {MAX_HEAD_DIM}, the maximum for tiles in {SHARED_BYTES[chip] >> 10} KiB"
             f" of shared memory per block ({chip})"
         )
     return chip
 
 
 def tile_for(kernel: str, chip: str | None, heads: int, width: int, itemsize: int, head_dim: int = 128) -> Tile:
-    """Return the tile of a kernel: a special one for the shape if there is one, else the default of kernel and chip.
+    """Return the tile of a kernel: a special tile for the shape if the tables have one, else the default of kernel and
+    chip.
 
     4-byte elements are for comparisons, not for speed: they get half the tokens and lanes, and two stages, which fits
     wherever the 2-byte tile does. A tile has at most as many lanes as the padded width.
@@ -248,7 +251,7 @@ def padded(size: int) -> int:
 def head_splits(size: int) -> Sequence[tuple[int, int]]:
     """Split `size` heads into one or two padded parts (start, length): 40 into 32 + 16, 72 into 64 + 16, 12 into 16.
 
-    There are two parts if this needs less padding.
+    Heads are split into two parts only if this needs less padding.
     """
     whole = padded(size)
     half = whole // 2

@@ -1,15 +1,15 @@
-"""Work lists of the decode kernels: the tiles that each program takes, and joining the pieces of a row.
+"""Work lists of the decode kernels, which assign tiles to programs, and the joining of the pieces of a row.
 
-Rows of a step can differ in length by up to the longest context, so a program does not simply take a row. The visible
-tiles of all rows are cut into pieces of equal length, enough to fill the chip a few times; a row that is not longer
-than a piece is a single piece. So a long row among many is spread over the whole chip, and a short row costs one short
-program.
+The rows of a step can have very different lengths, so a program does not simply process one row. Instead, the visible
+tiles of all rows are cut into pieces of equal length, enough pieces to fill the chip a few times; a row that is not
+longer than a piece is a single piece. Thus a long row among many rows is spread over the whole chip, and a short row
+costs one short program.
 
 The device makes the list from the lengths. It is the same in all layers with the same window, so it is made once per
 step. Its size is static: the number of rows plus the number of pieces. Unused items are at the end and do nothing.
 
 If a row is a single piece, the piece writes the row's result. Other pieces write their flash state (m, l and
-accumulator) to separate places, and `join_pieces` sums these in the order of the row, so equal inputs give equal bits.
+accumulator) to separate places, and `join_pieces` adds these in the order of the row, so equal inputs give equal bits.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from apt_jax.pallas.triton_tiles import CHIPS, NUM_PROCESSORS, padded
 
 _JOINED_LANES, _JOINED_HEADS = 128, 8
 """Number of lanes and heads per program of `join_pieces`. The kernel is launched even if all rows are single pieces;
-with one head per program OPT-13B had 22,400 programs without work."""
+with one head per program, OPT-13B would have 22,400 programs without work."""
 _PIECES_AT_ONCE = 4
 """Number of pieces of a row that a program of `join_pieces` reads at a time."""
 
@@ -40,9 +40,9 @@ class Rows(NamedTuple):
     table: Int32[Array, " B"]
     """Row of the tables for each query row."""
     length: Int32[Array, " B"]
-    """Number of positions of each row; its query is at the last of them."""
+    """Number of positions of each row; its query is at the last position."""
     first: Int32[Array, " B"]
-    """First tile that each row's query sees."""
+    """First tile that each row's query attends to."""
     last: Int32[Array, " B"]
     """End of each row's tiles."""
     packed: Int32[Array, " B"]
@@ -54,8 +54,8 @@ class WorkList:
     """The pieces of a step, each for one program (or one per head)."""
 
     items: Int32[Array, "M 8"]
-    """Fields of `Item`, then the row again and the place of the piece's result (-1: the piece is the whole row), row by
-    row; an `Item.row` of -1 marks an unused item."""
+    """For each item, row by row: the fields of `Item`, the row again, and the place of the piece's result (-1: the
+    piece is the whole row). An `Item.row` of -1 marks an unused item."""
     joins: Int32[Array, "S 3"]
     """Row, first place and number of pieces of each row with several pieces; 0 pieces: unused entry."""
     num_places: int
@@ -89,13 +89,13 @@ def rows_of(
     tokens: int,
     window: int | None = None,
 ) -> Rows:
-    """Return the visible tiles of `tokens` positions of rows with these lengths.
+    """Return the visible tiles of rows with these lengths, in tiles of `tokens` positions.
 
     Args:
         lens: length of each row.
         table_of_row: row of the tables for each row; None: each row has its own.
         tokens: number of positions per tile.
-        window: number of positions that a query sees, including its own; None: all.
+        window: number of positions that a query attends to, including its own; None: all.
     """
     lens = lens.astype(jnp.int32)
     seen_from = jnp.zeros_like(lens) if window is None else jnp.maximum(lens - window, 0)
@@ -105,7 +105,7 @@ def rows_of(
 
 
 def rows_of_call(call: DecodeCall, tokens: int) -> Rows:
-    """Return `rows_of` for a call, with rows outside its row range empty.
+    """Return `rows_of` for a call; rows outside its row range are empty.
 
     The result is the same in all layers and computed once per step.
     """
@@ -121,7 +121,7 @@ def pieces_for(chip: str | None, programs: int, per_processor: int) -> int:
     Args:
         chip: class of chips, one of `triton_tiles.CHIPS`; None: as for sm_80.
         programs: number of programs per piece.
-        per_processor: wanted number of programs per processor: a few times the number that it runs at once.
+        per_processor: desired number of programs per processor: a few times as many as it runs at once.
     """
     return max(1, -(-per_processor * NUM_PROCESSORS[chip or CHIPS[0]] // programs))
 
@@ -183,9 +183,9 @@ def read_item(items: Any, index: Any) -> Item:
 
 
 def _read_goal(items: Any, index: Any) -> tuple[Any, Any]:
-    """Load the row and the place for an item's result; place -1: the piece is the whole row.
+    """Load the row of an item and the place for its result; place -1: the piece is the whole row.
 
-    They have separate fields, because reusing the values read before the loop would keep them in registers.
+    These are separate fields of the list, because reusing values read before the loop would keep them in registers.
     """
     row, place = (plt.load(items.at[index, jnp.int32(len(Item._fields) + i)]) for i in range(2))
     return row, place
@@ -207,12 +207,13 @@ def store_piece(
     mask: tuple[Any, Any],
     once: Any = None,
 ) -> None:
-    """Store the state of a piece: normalised as the result of its row, or unchanged at the place of the piece.
+    """Store the state of a piece: normalised as the result of its row if it is the whole row, else unchanged at its
+    place.
 
     Args:
         state: m, l and accumulator.
         results: ref of the results (B, N, W), optionally followed by refs of m and l (B, N).
-        partial: refs of arrays of `partial_shapes`.
+        partial: refs of arrays with the shapes of `partial_shapes`.
         goal: ref of the work list's items and the index of this item.
         heads: head numbers.
         lane: lane numbers.
@@ -245,7 +246,7 @@ def join_pieces(
     Args:
         work: the work list.
         results: arrays that `store_piece` has written.
-        partial: states of the pieces, of `partial_shapes`.
+        partial: states of the pieces, with the shapes of `partial_shapes`.
         interpret: run in Pallas' interpreter.
     """
     if not work.joins.shape[0]:

@@ -62,8 +62,8 @@ POLICIES: dict[str, PolicyMaker] = {
     "apt": PolicyMaker(
         AptPolicy,
         source="Apt-Serve §4.2, §5",
-        summary="prefill or decode by pending time; a knapsack over that queue chooses requests and cache kinds, again "
-        "in every iteration",
+        summary="each iteration is prefill or decode, by pending time; a knapsack over that queue chooses requests and "
+        "cache kinds",
     ),
     "apt-plus": PolicyMaker(
         AptPlusPolicy,
@@ -74,12 +74,12 @@ POLICIES: dict[str, PolicyMaker] = {
     "apt-s": PolicyMaker(
         AptSPolicy,
         source="Apt-Serve §6.7",
-        summary="both decisions in every step, no iteration type: chunks and mixed steps of at most 512 tokens",
+        summary="a knapsack over each queue in every step, no iteration type: mixed steps of at most 512 tokens",
     ),
     "bros": PolicyMaker(
         BrosPolicy,
         source="BROS §4 and §5",
-        summary="real-time requests by the time left to their deadline, best-effort requests in the rest; with "
+        summary="real-time requests by the time left to their deadline, then best-effort requests; with "
         "`--swap-space` both may share blocks",
     ),
     "fcfs": PolicyMaker(
@@ -99,22 +99,22 @@ POLICIES: dict[str, PolicyMaker] = {
     "edf": PolicyMaker(
         EdfPolicy,
         source="earliest deadline first",
-        summary="one order by when the next token is due, mixed steps of 2048 tokens; preempt the request that is due last",
+        summary="all requests by when their next token is due, mixed steps of 2048 tokens; preempt the latest deadline",
     ),
 }
-"""Serving policies by the name that `--scheduling-policy` accepts; `all_policies` adds the policies for comparison."""
+"""Serving policies, keyed by their names for `--scheduling-policy`; `all_policies` adds the policies for comparison."""
 
 _LAB = "apt_jax.lab.policies"
 """Module of the bundled policies for comparison, imported when a name is not in `POLICIES`."""
 
 
 def all_policies() -> dict[str, PolicyMaker]:
-    """Return `POLICIES` and the policies of `apt_jax.lab`, by name."""
+    """Return `POLICIES` and the policies of `apt_jax.lab`, keyed by name."""
     return POLICIES | importlib.import_module(_LAB).POLICIES
 
 
 def _bundled(text: str) -> dict[str, PolicyMaker]:
-    """Return a table of bundled policies; it holds the policy that `text` names if that policy is bundled."""
+    """Return the bundled policies to search for the policy that `text` names; import `apt_jax.lab` only if needed."""
     name = text.partition("?")[0]
     return POLICIES if name in POLICIES or ":" in name else all_policies()
 
@@ -125,7 +125,8 @@ def make_policy(name: str | None = None, config: SchedulerConfig | None = None, 
     Args:
         name: a key of `all_policies`, an entry point of the group `ENTRY_POINTS`, or `package.module:Class`, optionally
             with options of its constructor, as in `apt?violation_decay=0.4`. None: `config.policy`.
-        config: scheduler configuration; its `best_effort_last` wraps a policy without classes in `RealTimeFirst`.
+        config: scheduler configuration; if `best_effort_last` is set, a policy that does not distinguish classes is
+            wrapped in `RealTimeFirst`.
         seed: random seed, for policies that draw random numbers.
 
     Raises:

@@ -2,12 +2,12 @@
 
 A hidden request costs the extra time t = c0 + c1 * tokens in every decode step (Apt-Serve Eq. 6) for as long as it
 runs, and in Apt-Serve only a preemption changes the kind of a request. With rotary embedding, where keys must be
-restored in every step, the small cache is therefore expensive for long outputs. A conversion costs about the extra time
-of one step, and blocks:
+restored in every step, the hidden cache is therefore expensive for long outputs. A conversion takes about the extra
+time of one step, once, and needs blocks:
 
     gain = t * (remaining decode steps) - conversion_s        seconds
 
-Blocks that no other request needs are used if the gain is positive; blocks that the next admissions need are not.
+Requests with a positive gain are converted while there are free blocks that the next admissions do not need.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ request."""
 def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
     """Return the extra seconds that hidden requests take in a decode step compared with KV requests; may be negative.
 
-    Uses the measured `StepCosts`, not the cost that policies assume (``--rho-us``). If the costs of hidden cache were
-    not measured, uses those of `CacheKindSpec`.
+    Uses the measured `StepCosts`, not the cost that policies assume (``--rho-us``). If hidden-cache costs were not
+    measured, uses the values of `CacheKindSpec`.
 
     Args:
         view: the scheduler's view.
@@ -45,17 +45,17 @@ def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np
 
 
 def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
-    """Return the (n,) number of decode steps, at least 1, that `rows` are expected to need, including the next step.
+    """Return the (n,) expected numbers of decode steps left for `rows`, including the next step; at least 1.
 
-    The estimate is the mean number of further outputs of finished requests that had more outputs than the row has now,
-    but at most the tokens left to `max_tokens`; if there are too few such requests, it is the tokens left to
-    `max_tokens`.
+    The estimate is the mean number of further output tokens of finished requests that had more output tokens than the
+    row has now, limited to the tokens left before `max_tokens`. If too few such requests have finished, it is this
+    limit.
     """
     table = view.table
     most = (table.max_tokens_total.take(rows) - table.num_tokens.take(rows)).astype(np.float64)
     if table.num_output_lengths >= FEW_OUTPUTS:
         counts = table.output_lengths
-        number = np.cumsum(counts[::-1])[::-1]  # with at least so many outputs
+        number = np.cumsum(counts[::-1])[::-1]  # requests with at least this many outputs
         total = np.cumsum((counts * np.arange(counts.size))[::-1])[::-1]
         had = table.num_outputs.take(rows)
         next_one = np.minimum(had + 1, counts.size - 1)
@@ -68,8 +68,8 @@ def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
 def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
     """Return how many of `free_blocks` remain if the next step starts waiting requests, at least 0.
 
-    It starts the first `waiting` requests for which it has slots and tokens, but at least one if there is a slot. Each
-    takes the offered kind that needs the fewest blocks.
+    The step is assumed to start the first `waiting` requests for which it has slots and tokens, but at least one if
+    there is a slot, each with the offered kind that needs the fewest blocks.
     """
     slots = max(view.max_num_seqs - view.running.size, 0)
     next_ones = waiting[:slots]
@@ -89,7 +89,7 @@ def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> 
     Args:
         view: the scheduler's view.
         rows: decoding rows of this step, of any kind.
-        room: number of blocks that conversions may take, beyond the blocks that the rows of the step need
+        room: number of blocks that conversions may take, in addition to the blocks that the rows of the step need
             (`spare_blocks` also leaves blocks for the next admissions). A converted row takes KV blocks for all its
             positions; its hidden blocks become free only after the step.
 
@@ -125,11 +125,11 @@ def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> 
 
 
 def with_conversions(view: SchedulerView, plan: Plan, rows: Rows, reserved: int = 0) -> Plan:
-    """Return a decode plan that also converts the `rows` worth converting.
+    """Return the decode plan with conversions of the `rows` that are worth converting.
 
     Args:
         view: the scheduler's view.
-        plan: decode plan: rows of one token each that all hold cache, and the preempted rows.
+        plan: decode plan: one token for each of its rows, which all hold cache, and the preempted rows.
         rows: rows of the plan that may be converted.
         reserved: blocks reserved for other requests, in addition to those of the next admissions (`spare_blocks`).
     """

@@ -1,7 +1,7 @@
 """Online estimate of output lengths from histograms over all requests and over requests with the same prompt prefix.
 
 InferMax (§6) maintains "an online histogram to estimate the output lengths of requests"; it says neither which
-statistic of it is used nor how old requests are forgotten. Here:
+statistic is used nor how old requests are forgotten. Here:
 
 * A request that ends on its own reveals its length. A request that is cut off (by `max_tokens` or by its client)
   reveals only that its length is greater. The Kaplan-Meier estimate uses both: S(l) = product over lengths i <= l of
@@ -13,8 +13,8 @@ statistic of it is used nor how old requests are forgotten. Here:
   and adapter: usually requests of one application with one system prompt. The longest prefix whose histogram holds
   enough requests beyond o tokens is used, or the histogram of all requests if there is no such prefix.
 
-Memory is bounded: lengths above 64 share buckets of a sixteenth of an octave (an estimate is the upper end of a
-bucket), and the histogram of the least recently seen prefix is replaced first.
+Memory is bounded: lengths above 64 share buckets, 16 per octave (an estimate is the upper end of a bucket), and the
+histogram of the least recently seen prefix is replaced first.
 """
 
 import collections
@@ -28,7 +28,7 @@ BEGINNINGS = (32, 128, 512)
 """Lengths in tokens of the prompt prefixes that have their own histograms."""
 
 FEW_OUTPUTS = 20
-"""Minimum weight of longer requests in a histogram for it to estimate the length of a request."""
+"""Minimum weight that longer requests must have in a histogram before it gives an estimate."""
 
 _EXACT = 64
 _PER_OCTAVE = 16
@@ -45,7 +45,7 @@ UNBOUNDED = np.iinfo(np.int32).max
 """Value of `OutputLengths.quantile` if the recorded requests do not bound the length."""
 
 _REBASE_AT = 1e100
-_TOLERANCE = 1e-9  # of probabilities, for rounding
+_TOLERANCE = 1e-9  # on probabilities, against rounding errors
 
 
 class OutputLengths:
@@ -80,7 +80,8 @@ class OutputLengths:
         """Return the histograms for a new request's prompt prefixes, and keep them from being replaced until `end` is
         called.
 
-        A prefix gets a histogram the second time it is seen, if one is free, because most prefixes are seen only once.
+        A prefix gets a histogram the second time it is seen, if one is available, because most prefixes are seen only
+        once.
 
         Args:
             root: key of the tenant and adapter; only prompts with equal roots share histograms.
@@ -100,7 +101,7 @@ class OutputLengths:
         return np.array(numbers, np.int32)
 
     def end(self, numbers: NDArray[np.int32]) -> None:
-        """Release the histograms that `begin` returned, so that they may be replaced."""
+        """Release the histograms that `begin` returned; they may then be replaced."""
         for number in numbers.tolist():
             self._num_users[number] -= number > 0
 
@@ -170,8 +171,8 @@ class OutputLengths:
             quantile: probability that the length is not exceeded, above 0 and below 1.
 
         Returns:
-            (n,) output tokens; 0: too few requests are recorded; `UNBOUNDED`: the recorded requests do not bound the
-            length.
+            (n,) numbers of output tokens; 0: too few requests are recorded; `UNBOUNDED`: the recorded requests do not
+            bound the length.
         """
         if not numbers.shape[0]:
             return np.zeros(0, np.int32)

@@ -1,8 +1,8 @@
-"""Checks that a plan keeps the contract of `Plan`, for tests and, in each iteration, for policies from outside this
+"""Checks that a plan fulfils the contract of `Plan`: in tests, and in every iteration for policies from outside this
 package.
 
-Speed: rows are looked up in arrays over the table, and messages are built only for errors. Checking a plan of 256 rows
-with 1,600 waiting requests takes about 0.1 ms.
+Speed: rows are looked up in arrays indexed by table row, and messages are built only for errors. Checking a plan of 256
+rows with 1,600 waiting requests takes about 0.1 ms.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     if plan.convert.size:
         _check_conversions(view, plan)
     if not 0 <= plan.num_first <= n:
-        raise PlanError(f"num_first={plan.num_first} of {n} rows")
+        raise PlanError(f"num_first={plan.num_first} must lie in [0, {n}], the number of rows")
     if not n:
         return
     used = np.zeros(table.capacity, np.int8)
@@ -92,7 +92,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
         )
     total = int(num_tokens.sum())
     if total > view.max_num_batched_tokens:
-        raise PlanError(f"{total} tokens in a step of {view.max_num_batched_tokens}")
+        raise PlanError(f"the rows run {total} tokens; a step holds at most {view.max_num_batched_tokens}")
     kept = view.running.size - preempt.size
     slots = kept + n - int(np.count_nonzero(holds))
     if slots > max(view.max_num_seqs, kept):
@@ -162,4 +162,4 @@ def _check_conversions(view: SchedulerView, plan: Plan) -> None:
         raise PlanError(f"rows {convert[bad].tolist()} are converted but hold no layer inputs")
     bad = view.blocks_for(table.max_tokens_total[convert], KV) > view.total_blocks
     if bad.any():
-        raise PlanError(f"rows {convert[bad].tolist()} are converted but could outgrow the pool with KV")
+        raise PlanError(f"rows {convert[bad].tolist()} are converted, but their KV cache could outgrow the pool")

@@ -1,8 +1,8 @@
-"""Lookup of policies by name, with options: policies of this package, of installed packages, and of any module.
+"""Lookup of policies by name, with options: policies from this package, from installed packages, and from any module.
 
     NAME                    a bundled policy, or an entry point of the group `apt_jax.scheduling_policies`
     package.module:Class    a class, imported from Python's search path or else from the current directory
-    ...?option=value&...    one of the above, with keyword arguments of its constructor
+    ...?option=value&...    one of the above, with keyword arguments for its constructor
 
 A class from outside this package must declare `interface_version` (see `apt_jax.sched.view.INTERFACE_VERSION`).
 """
@@ -41,7 +41,7 @@ _process = secrets.token_hex(16)
 
 @dataclasses.dataclass(frozen=True)
 class PolicyMaker:
-    """A policy's class and the constructor arguments that belong to its name.
+    """A policy's class and the constructor arguments that the policy's name implies.
 
     A constructor argument called `seed` gets the engine's seed unless `settings` or the options set it.
     """
@@ -68,7 +68,7 @@ class PolicyMaker:
 
 
 def is_bundled(policy: Policy) -> bool:
-    """Return True if a policy belongs to this package, so that its tests ensure valid plans."""
+    """Return True if a policy belongs to this package, whose tests ensure that its plans are valid."""
     return _is_ours(type(getattr(policy, "first", policy)).__module__)
 
 
@@ -132,7 +132,7 @@ def source_digest(text: str, bundled: Mapping[str, PolicyMaker]) -> str | None:
 
 
 def _installed(name: str, bundled: Mapping[str, PolicyMaker]) -> str:
-    """Return `package.module:Class` of the entry point with this name."""
+    """Return the `package.module:Class` that the entry point with this name declares."""
     points = importlib.metadata.entry_points(group=ENTRY_POINTS)
     found = sorted({f"{p.module}:{p.attr}" for p in points if p.name == name})
     if len(found) > 1:
@@ -150,7 +150,7 @@ def _load_class(path: str, name: str) -> type:
 
     Args:
         path: `package.module:Class`.
-        name: name of the policy in error messages.
+        name: name of the policy for error messages.
 
     Raises:
         ConfigError: the class cannot be imported, is not a policy, or has another interface version.
@@ -176,7 +176,7 @@ def _load_class(path: str, name: str) -> type:
         classes = [n for n, v in vars(module).items() if isinstance(v, type)]
         hint = nearest(attribute, classes)
         if module_name == "__main__":
-            hint = ": other processes do not see classes of a notebook; put the class in a file"
+            hint = ": other processes do not see classes defined in a notebook; put the class in a file"
         raise ConfigError(f"{what}: {module_name} has no {attribute!r:.60}{hint} {_FLAG}") from None
     if not isinstance(cls, type):
         raise ConfigError(f"{what} is not a class but {type(cls).__name__} {_HOW}")
@@ -251,7 +251,7 @@ def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
     accepted = maker.options()
     try:
         hints = typing.get_type_hints(maker.cls.__init__)
-    except Exception:  # names that only a type checker knows
+    except Exception:  # annotations with names that only a type checker knows
         hints = {}
     values: dict[str, Any] = {}
     for part in query.split("&"):
@@ -279,7 +279,7 @@ _TYPES = {float: "a number", int: "an integer", bool: "true or false", type(None
 
 
 def _told_types(hints: Sequence[Any]) -> str:
-    """Return the types of a union as words for a message."""
+    """Return the types of a union in words, for an error message."""
     words = []
     for hint in hints:
         words += typing.get_args(hint) or [_TYPES.get(hint, str(hint))]
@@ -290,11 +290,11 @@ def _value(text: str, hint: Any) -> Any:
     """Convert `text` to the type of a constructor argument: a number, bool, literal, string, None or a union of them.
 
     Raises:
-        ValueError: the text is not a value of this type; the message is the predicate of a sentence.
+        ValueError: the text is not a value of this type; the message lacks its subject, as in "must be one of a, b".
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        for one in sorted(args, key=lambda one: one is str):  # anything is text
+        for one in sorted(args, key=lambda one: one is str):  # str last: it accepts any text
             try:
                 return _value(text, one)
             except ValueError:

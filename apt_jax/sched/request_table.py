@@ -26,7 +26,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def column(dtype: type[_Scalar], *, fill: int = 0, width: int | None = None) -> NDArray[_Scalar]:
-    """Declare a column of a `ColumnTable`: (capacity,) or (capacity, `width`) values, which are `fill` in a new row."""
+    """Declare a column of a `ColumnTable`: an array of shape (capacity,) or (capacity, `width`), `fill` in new rows."""
     return cast("NDArray[_Scalar]", _Column(dtype, fill, width))
 
 
@@ -49,7 +49,7 @@ class ColumnTable:
             getattr(self, name)[row] = declared.fill
 
     def grow(self, capacity: int) -> None:
-        """Add new rows up to `capacity`; the columns are then new arrays."""
+        """Grow the table to `capacity` rows; this replaces the arrays of all columns."""
         for name, declared in self.COLUMNS.items():
             more = declared.make(capacity - self.capacity)
             setattr(self, name, np.concatenate([getattr(self, name), more]))
@@ -60,11 +60,11 @@ class RequestTable(ColumnTable):
     """Table of live requests; a row number is stable while its request lives and is then reused.
 
     Token counts include the tokens of steps in flight: at scheduling time `num_tokens` is the length of the sequence
-    after all dispatched steps have ended.
+    after all dispatched steps have finished.
     """
 
     arrival_s = column(np.float64)  # time of arrival
-    last_token_s = column(np.float64)  # time of the last delivered token; before the first, the arrival
+    last_token_s = column(np.float64)  # time of the last delivered token; before the first token: the arrival
     rank = column(np.int64)  # arrival order; kept over preemptions
     prompt_len = column(np.int32)
     num_tokens = column(np.int32)  # prompt and output tokens, including tokens in flight
@@ -78,26 +78,26 @@ class RequestTable(ColumnTable):
     slo_tbt_s = column(np.float64)
     num_delivered = column(np.int32)  # output tokens counted by `record_tokens`
     ttft_missed = column(np.bool_)  # the first token came after slo_ttft_s
-    num_late_gaps = column(np.int32)  # gaps between delivered tokens above slo_tbt_s
+    num_late_gaps = column(np.int32)  # gaps between delivered tokens longer than slo_tbt_s
     num_preemptions = column(np.int32)
     num_kind_switches = column(np.int32)
     tokens_since_preemption = column(np.int32)
-    checkpointed_blocks = column(np.int32)  # blocks with contents saved because other requests took slots (BROS, M^cpu)
+    checkpointed_blocks = column(np.int32)  # blocks saved in host memory because other requests took them (BROS, M^cpu)
     best_effort = column(np.bool_)  # class "be", without objectives (BROS §2)
-    tenant = column(np.int32)  # number of the tenant; 0: none
+    tenant = column(np.int32)  # number of the tenant; 0: no tenant
     live = column(np.bool_)
-    known_length = column(np.bool_)  # only max_tokens ends it
-    histograms = column(np.int32, width=len(BEGINNINGS))  # of output lengths, see `lengths`; 0: none
-    # Cached prefix that a waiting request would find, by kind; 0 for other requests.
+    known_length = column(np.bool_)  # True if only max_tokens can end it
+    histograms = column(np.int32, width=len(BEGINNINGS))  # histogram numbers, see `lengths`; 0: none
+    # Cached prefix that a waiting request would find with each kind; 0 for other requests.
     cached_prefix_tokens = column(np.int32, width=NUM_KINDS)  # positions that need not be computed
     host_prefix_tokens = column(np.int32, width=NUM_KINDS)  # those of them that are copied from host memory
-    shared_prefix_blocks = column(np.int32, width=NUM_KINDS)  # blocks held by running requests: they cost nothing
+    shared_prefix_blocks = column(np.int32, width=NUM_KINDS)  # blocks of it that running requests hold
 
     def __init__(self, capacity: int = 256) -> None:
         super().__init__(capacity)
         self._free = list(range(capacity - 1, -1, -1))
         self.output_lengths = np.zeros(256, np.int64)
-        """Number of requests that ended on their own, by number of output tokens; grows with the longest output."""
+        """Index n: number of requests that ended on their own after n output tokens; grows with the longest output."""
         self.num_output_lengths = 0
         """Sum of `output_lengths`: the number of requests counted by `record_output_length`."""
         self.lengths = OutputLengths()
@@ -135,7 +135,7 @@ class RequestTable(ColumnTable):
         return row
 
     def record_tokens(self, rows: NDArray[np.int32], now_s: float) -> None:
-        """Record one delivered token for each of `rows` (no row twice): set `last_token_s` and count late tokens."""
+        """Record one delivered token for each of `rows`, which are unique: set `last_token_s` and count late tokens."""
         gap_s = now_s - self.last_token_s.take(rows)
         delivered = self.num_delivered.take(rows)
         late = gap_s > self.slo_tbt_s.take(rows)

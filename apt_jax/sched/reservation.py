@@ -1,10 +1,10 @@
-"""Admission by future memory: a request starts only if all requests can continue to their expected ends.
+"""Admission by future memory: a request starts only if memory lasts until all requests reach their expected lengths.
 
-InferMax's eviction-free schedulers reserve the maximum length of each request, I + O - 1 positions (§4.1), and its own
-scheduler reserves an estimate (§6); both compare the sum of all reservations with the pool. But requests end at
-different times. Only the largest sum over future time must fit the pool, as in the Past-Future scheduler (Gong et al.,
-ASPLOS'25): later requests grow into the memory that earlier requests have freed. The sum has its maximum right before a
-request ends, so it is computed at these times only.
+The eviction-free schedulers in InferMax reserve the maximum length of each request, I + O - 1 positions (§4.1), and
+InferMax's own scheduler reserves an estimate (§6). Both compare the sum of all reservations with the pool. But requests
+end at different times. Only the largest sum over future time must fit the pool, as in the Past-Future scheduler (Gong
+et al., ASPLOS'25): later requests grow into the memory that earlier requests have freed. The sum has its maximum right
+before a request ends, so it is computed at these times only.
 
 With known lengths, or with `quantile` = 1, no request is ever preempted for memory: see `Reservation`.
 """
@@ -17,11 +17,11 @@ from apt_jax.sched.view import SchedulerView
 
 
 def expected_tokens(view: SchedulerView, rows: Rows, quantile: float) -> NDArray[np.int32]:
-    """Return the (n,) expected total number of prompt and output tokens of `rows`.
+    """Return the (n,) expected total numbers of prompt and output tokens of `rows`.
 
     The expected number of output tokens is `max_tokens` if the length is known (`RequestTable.known_length`), else
     `OutputLengths.quantile`, limited to `max_tokens`. The total is at least one token more than the row has now, unless
-    `max_tokens` is reached; if too few requests are known for an estimate, it is this minimum.
+    `max_tokens` is reached; if too few requests have been recorded for an estimate, it is this minimum.
 
     Args:
         view: the scheduler's view.
@@ -47,9 +47,9 @@ class Reservation:
 
     No request is preempted if outputs do not exceed the expected lengths, because the computed sum is an upper bound:
 
-    * All decoding requests take one token in the same steps. So they end in the expected order and after the expected
-      number of steps, or earlier. If a step has fewer tokens than slots, some requests could fall behind; in this case
-      the final lengths of all requests are added up.
+    * All decoding requests take one token in the same steps, so they end in the expected order, and after at most the
+      expected number of steps. If a step has fewer tokens than slots, some requests could fall behind; in this case the
+      final lengths of all requests are added up.
     * A prompt holds all its blocks from its start. Because the time of its first token is uncertain, its length is
       computed from the earliest possible time, and its end from the latest, after all started prompts are done.
     * Blocks that a waiting request would share with other requests count as its own, because the other requests may end
@@ -71,7 +71,7 @@ class Reservation:
 
         Args:
             view: the scheduler's view.
-            waiting: (n,) waiting rows in decreasing order of priority; there are blocks for their prompts.
+            waiting: (n,) waiting rows in decreasing order of priority; the blocks for their prompts are free.
             kind: (n,) cache kinds that they take.
             prompt_budget: minimum number of prompt tokens per step while prompts are left, in addition to one token
                 per decoding request; None: decodes wait until all started prompts are done.
@@ -81,7 +81,7 @@ class Reservation:
         future = _Future(view, waiting, kind, self.quantile)
         if view.max_num_seqs > view.max_num_batched_tokens:
             prompt_budget = 0
-        # The sum grows with every request, so the number is found by bisection; one and all are tried first, which
+        # The sum grows with every request, so the number is found by bisection; 1 and n are tried first, which
         # usually suffices.
         least = 0 if view.running.size else 1
         if least == 0 and not future.fits(1, prompt_budget):
@@ -127,8 +127,8 @@ class _Future:
         if prompt_budget is not None and prompt_budget < 1:
             return False
         if prompt_budget is None:
-            # A first token comes before the other decodes continue, or together with the next of them if the last chunk
-            # of the prompt is one token, which looks like a decode.
+            # A first token comes before the other decodes continue, or together with their next tokens if the last
+            # chunk of the prompt is a single token, which looks like a decode.
             begin, ends = tokens - 1 + is_prompt, steps
         else:
             wait = -(-int(self._left[:n][is_prompt].sum()) // prompt_budget)

@@ -1,7 +1,7 @@
 """Helpers that policies share: the kinds that a request may take, its blocks, and packing rows into one step.
 
 Speed: options are computed as (num_kinds, n) arrays, along contiguous memory, and returned transposed; gathers use
-`take`, which is two to ten times faster than an index array.
+`take`, which is two to ten times faster than indexing with an array.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ Rows = NDArray[np.int32]
 
 
 def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the (n,) number of blocks that `tokens` positions of running `rows` take, without shared blocks.
+    """Return the (n,) numbers of blocks that `tokens` positions of running `rows` take, without shared blocks.
 
     Each row counts with the kind that it holds. Shared prefix blocks are full, so the number is at least 1 if a token
     is still to be computed. If two requests share a partly filled group, the running request may need a new group for
@@ -28,7 +28,7 @@ def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) 
 def start_blocks_for(
     view: SchedulerView, rows: Rows, tokens: NDArray[np.int32], kind: NDArray[np.integer]
 ) -> NDArray[np.int32]:
-    """Return the (n,) number of free blocks, at least one group, that waiting `rows` need for `tokens` positions.
+    """Return the (n,) numbers of free blocks, at least one group, that waiting `rows` need for `tokens` positions.
 
     Prefix blocks that other requests hold are subtracted. Blocks of cached prefixes that no request holds are not
     subtracted, because they count as free.
@@ -37,7 +37,7 @@ def start_blocks_for(
 
 
 def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the (n, num_kinds) results of `start_blocks_for` with each kind."""
+    """Return the (n, num_kinds) results of `start_blocks_for` for each kind."""
     blocks = view.block_options(tokens)
     hits = view.table.shared_prefix_blocks
     if hits.any():
@@ -68,20 +68,20 @@ def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
 
 
 def target_tokens(view: SchedulerView, rows: Rows, ahead: int) -> NDArray[np.int32]:
-    """Return the (n,) number of tokens of `rows` after `ahead` more tokens, limited to their maximum length."""
+    """Return the (n,) lengths of `rows` in tokens after `ahead` more tokens, limited to their maximum lengths."""
     table = view.table
     return np.minimum(table.num_tokens.take(rows) + np.int32(ahead), table.max_tokens_total.take(rows))
 
 
 def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
-    """Share `budget` in order; return the (n,) tokens that each row gets: its `wanted` tokens or the rest."""
+    """Return the (n,) tokens that each row gets: in order, its `wanted` tokens until `budget` is used up."""
     before = np.cumsum(wanted) - wanted
     return np.clip(budget - before, 0, wanted).astype(np.int32)
 
 
 def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the (n,) number of blocks that running `rows` hold after `num_tokens` more positions, without blocks of
-    shared prefixes."""
+    """Return the (n,) numbers of blocks that running `rows` hold after `num_tokens` more positions, without shared
+    blocks."""
     table = view.table
     needed = held_blocks_for(view, rows, table.num_cached.take(rows) + num_tokens)
     return np.maximum(needed, table.num_blocks.take(rows))
@@ -90,7 +90,7 @@ def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
 def growth(view: SchedulerView, rows: Rows) -> int:
     """Return the number of additional blocks that running `rows` need for all their tokens.
 
-    A decoding row needs blocks for its next token, a partly computed prompt for its rest and one more token.
+    A decoding row needs blocks for its next token; a partly computed prompt, for its other tokens and one more.
     """
     if not rows.size:
         return 0
@@ -109,7 +109,7 @@ def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
     Args:
         view: the scheduler's view.
         rows: (n,) all running rows; the last is preempted first.
-        num_tokens: (n,) tokens to compute of each row.
+        num_tokens: (n,) number of tokens to compute for each row.
     """
     need = blocks_after(view, rows, num_tokens)
     capacity = view.free_blocks + int(view.table.num_blocks.take(rows).sum())
@@ -119,10 +119,10 @@ def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
 def admissible(
     view: SchedulerView, waiting: Rows, free_blocks: int
 ) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
-    """Return the longest prefix of `waiting` for which there are slots, and blocks for the whole prompts.
+    """Return the longest prefix of `waiting` for which slots, and blocks for the whole prompts, are free.
 
     Returns:
-        The rows, the number of tokens left to compute of each, and the kind that each takes.
+        The rows, the number of tokens left to compute for each, and the kind that each takes.
     """
     waiting = waiting[: max(view.max_num_seqs - view.running.size, 0)]
     if not waiting.size or free_blocks < 1:
@@ -155,10 +155,10 @@ def step_plan(
 
 
 class RequestNotes:
-    """Holds a number per request that a policy keeps between calls, by row.
+    """Holds one number per request that a policy keeps between calls; the numbers are indexed by row.
 
-    Rows are reused by later requests, but ranks are not. So a row holds a new request if its rank differs from the
-    noted rank.
+    Rows are reused by later requests, but ranks are not, so a row holds a new request if its rank differs from the
+    recorded rank.
 
     Args:
         dtype: dtype of the numbers.
@@ -170,7 +170,7 @@ class RequestNotes:
         """(capacity,) number of each row; valid for rows that were passed to `new`."""
 
     def new(self, table: RequestTable, rows: Rows) -> NDArray[np.bool_]:
-        """Return the (n,) mask of `rows` that hold a new request since the last call, and set their numbers to 0."""
+        """Return the (n,) mask of `rows` that hold another request than before, and set their numbers to 0."""
         if self._rank.size < table.capacity:
             more = table.capacity - self._rank.size
             self._rank = np.concatenate([self._rank, np.full(more, -1, np.int64)])
@@ -192,7 +192,7 @@ def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
 
 
 class StepPacker:
-    """Collects the rows of one step within token budget, slots and blocks.
+    """Collects the rows of one step within its limits of tokens, slots and blocks.
 
     Attributes:
         tokens_left: tokens left of `max_num_batched_tokens`.
@@ -215,7 +215,7 @@ class StepPacker:
         self._kind: list[int] = []
 
     def decode(self, rows: Rows) -> None:
-        """Add one token of each of `rows`, before any other rows; the caller ensures that their blocks are free."""
+        """Add one decode token for each of `rows`, before any other row; their blocks must be free."""
         table = self.view.table
         self._decoding = rows
         self.tokens_left -= rows.size
@@ -267,7 +267,7 @@ class StepPacker:
         lengths = table.num_tokens.take(rows) - found
         shared = table.shared_prefix_blocks[rows, kind]
         whole = view.blocks_for(lengths + found, kind) - shared
-        # All at once, as many as fit one after another.
+        # First, all at once, the rows that fit one after another.
         num = int(np.searchsorted(np.cumsum(lengths), self.tokens_left, side="right"))
         num = max(min(num, self.slots_left), 0)
         self._rows += rows[:num].tolist()
@@ -325,7 +325,7 @@ class StepPacker:
 
 
 def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
-    """Return a plan that preempts `preempt` and decodes one token of each of the first `rows` that fit a step."""
+    """Return a plan that preempts `preempt` and decodes one token for each of the first `rows` that fit a step."""
     rows = rows[: view.max_num_batched_tokens]
     if not rows.size:
         return Plan.idle(preempt)
@@ -339,11 +339,11 @@ def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
 
 
 def resolve_prefill_deadlock(view: SchedulerView, partial: Rows) -> Plan:
-    """Return a plan that preempts the youngest of the `partial` prompts until the oldest can continue.
+    """Return a plan that preempts as many of the youngest `partial` prompts as needed for the oldest to continue.
 
     Used if only partly computed prompts hold cache and none of them can continue. Policies reserve the blocks of a
-    prompt before they start it, so this happens only after an event outside their plans (a failed allocation, another
-    policy).
+    prompt before they start it, so this happens only after an event outside their plans (a failed allocation or a
+    change of policy).
     """
     for num_kept in range(partial.size - 1, 0, -1):
         packer = StepPacker(view, partial[num_kept:])

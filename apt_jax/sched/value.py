@@ -9,11 +9,11 @@ from apt_jax.sched.step_packer import allowed_kinds
 from apt_jax.sched.view import SchedulerView
 
 NEAR_ZERO = 1e-9
-"""Value of a request that has violated its objective, seconds (the near-zero constant of §4.2). It is smaller per block
-than any other value, but not zero, so that the request still runs if blocks are left."""
+"""Value in seconds of a request that has violated its objective (the near-zero constant of §4.2). It is smaller per
+block than any other value, but not zero, so the request still runs if blocks are left."""
 
 SHORTEST_PENDING_S = 1e-6
-"""Minimum pending time, seconds, so that a request that arrives right now has a positive value."""
+"""Minimum pending time in seconds; it gives a request that arrives right now a positive value."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class PendingValue:
     """Pending times of requests; arrays of shape (n,), in the order of the given rows."""
 
     pending_s: NDArray[np.float64]
-    """Pending time p_i of each request, seconds: since its last token, or since its arrival before the first token
+    """Pending time p_i of each request in seconds: since its last token or, before its first token, since its arrival
     (Apt-Serve §4.2)."""
     violated: NDArray[np.bool_]
     """True if p_i exceeds the objective of the request's current phase: `slo_ttft_s` before its first token,
@@ -44,7 +44,7 @@ def pending_value(view: SchedulerView, rows: NDArray[np.int32]) -> PendingValue:
 
 
 def check_decay(violation_decay: float) -> float:
-    """Return `violation_decay`, the factor on the values of violated requests.
+    """Check and return `violation_decay`, the factor on the values of violated requests.
 
     Raises:
         ValueError: it does not lie in [0, 1].
@@ -62,12 +62,12 @@ def option_values(
     violation_decay: float = 0.0,
     only: NDArray[np.int8] | None = None,
 ) -> NDArray[np.float64]:
-    """Return the (n, num_kinds) values `g_i^c = p_i - (|W| + |R|) * t_i^c` (Apt-Serve Eq. 5 and 8), seconds.
+    """Return the (n, num_kinds) values `g_i^c = p_i - (|W| + |R|) * t_i^c` (Apt-Serve Eq. 5 and 8) in seconds.
 
     The value of a kind that is not offered to a row is -inf. `t_i^c = c0 + c1 * tokens` is the extra time of kind c:
-    Eq. 6 with the affine cost that calibration measures; in the paper c0 = 0 and c1 = rho. A request that has only one
-    kind to choose gets no penalty for it, because the penalty could only keep it from running. With `violation_decay=0`
-    the value of a violated request is `NEAR_ZERO`, without a penalty that distinguishes the kinds, so it is offered a
+    Eq. 6 with the affine cost that calibration measures; in the paper c0 = 0 and c1 = rho. A request that may take only
+    one kind gets no penalty for it, because the penalty could only keep it from running. With `violation_decay=0` the
+    value of a violated request is `NEAR_ZERO`, without a penalty that distinguishes the kinds, so it is offered a
     single kind: KV if allowed.
 
     Args:

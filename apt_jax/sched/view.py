@@ -1,6 +1,6 @@
 """The interface of policies: the view that they read and the plan that they return.
 
-The interface consists of NumPy arrays and numbers, without a device, block ids or a clock.
+The interface consists of NumPy arrays and numbers; it has no devices, block ids or clock.
 
 The engine owns one `RequestTable`; a policy reads it through a `SchedulerView` and returns a `Plan`.
 docs/writing_a_policy.md is the tutorial.
@@ -40,13 +40,13 @@ class TakeableGroups:
         self._rows_of = functools.cache(rows_of)
 
     def rows(self, kind: int) -> NDArray[np.int32]:
-        """Return the (g,) best-effort rows whose groups of blocks real-time requests of a kind may take.
+        """Return the (g,) best-effort rows from which real-time requests of a kind may take groups of blocks.
 
         There is one entry per group, in the order in which groups are taken (`FindPreemptBlock`) after the free groups.
-        Contents that are overwritten are saved first; their request gets them back, in new blocks, when it runs next
+        The contents of taken groups are saved first; their request gets them back, in new blocks, when it runs next
         (`RequestTable.checkpointed_blocks`). Real-time requests of a step get their blocks before best-effort requests,
-        in any order of `Plan.rows`. If a request starts with a part of a cached group, its first new group is a copy of
-        that group and cannot be one of the taken groups.
+        whatever the order of `Plan.rows`. If a request reuses only part of a cached group, its first new group is a
+        copy of that group and cannot be one of the taken groups.
         """
         return self._rows_of(kind)
 
@@ -58,7 +58,7 @@ class SchedulerView:
     now_s: float
     table: RequestTable
     waiting: NDArray[np.int32]
-    """Rows of requests without cache, preempted ones included, by rank."""
+    """Rows of requests without cache, including preempted requests, by rank."""
     running: NDArray[np.int32]
     """Rows of requests that hold cache, by rank: decoding requests and partly computed prompts."""
     free_blocks: int
@@ -73,14 +73,14 @@ class SchedulerView:
     max_num_batched_tokens: int
     costs: StepCosts = StepCosts()
     shared_blocks: int = 0
-    """Number of blocks that two or more running requests hold. The pool consists of these, the free blocks and the
-    `num_blocks` of all running requests, so preempting requests frees at least their `num_blocks`."""
+    """Number of blocks that two or more running requests hold. The pool consists of the shared blocks, the free blocks
+    and the `num_blocks` of all running requests, so preempting requests frees at least their `num_blocks`."""
     hidden_block_size: int | None = None
     """Tokens per block of layer inputs; None: `block_size`."""
     can_convert: bool = False
     """True if `Plan.convert` may be used: both kinds are offered, and the executor supports conversions."""
     takeable: TakeableGroups | None = None
-    """Groups that real-time rows may take from best-effort requests without preempting these; None: no groups."""
+    """Groups that real-time rows may take from best-effort requests without preempting them; None: no groups."""
 
     @functools.cached_property
     def block_sizes(self) -> NDArray[np.int32]:
@@ -105,7 +105,7 @@ class SchedulerView:
 
         Args:
             rows: rows of requests.
-            kind: kind that waiting requests would take; tokens that they would find cached of this kind are not
+            kind: kind that waiting requests would take; tokens for which they would find cache of this kind are not
                 counted. None: cached prefixes are ignored.
         """
         table = self.table
@@ -124,7 +124,7 @@ class SchedulerView:
         return -(-tokens // size) * self.blocks_per_group[kind]
 
     def block_options(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the (n, num_kinds) results of `blocks_for` with each kind for (n,) `tokens`; a transposed array."""
+        """Return the (n, num_kinds) results of `blocks_for` for (n,) `tokens` and each kind, as a transposed array."""
         if self.hidden_block_size in (None, self.block_size):
             groups = -(-tokens // self.block_size)
         else:
@@ -161,8 +161,8 @@ class Plan:
     iteration: str
     """"prefill", "decode", "mixed" or "idle"; for logs and metrics only."""
     convert: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """Rows of the hidden kind that change to KV in this step without being preempted: their keys and values are
-    computed from the cached layer inputs, which takes `StepCosts.convert_per_hidden_token_s` per cached token."""
+    """Rows of the hidden kind that change to KV in this step without preemption: their keys and values are computed
+    from the cached layer inputs, which takes `StepCosts.convert_per_hidden_token_s` per cached token."""
     num_first: int = 0
     """Number of leading rows that get their blocks together with the real-time rows, in order, even if they are
     best-effort. Real-time rows take no groups from them (`SchedulerView.takeable`)."""
@@ -181,7 +181,7 @@ class Plan:
 
 
 class Policy(Protocol):
-    """A scheduling policy: decides only from a view; only `schedule` may change its state.
+    """A scheduling policy: it sees the engine only through a view, and only `schedule` may change its state.
 
     A policy from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was
     written for. A policy that uses `Plan.convert` has an attribute ``converts = True``; without it servers do not

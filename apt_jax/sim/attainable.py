@@ -1,17 +1,18 @@
 """Upper bounds on the share of requests that any policy can serve on time.
 
-First tokens. A request's whole prompt must be computed before its first token. That takes a minimum of device time,
+First tokens. A request's whole prompt must be computed before its first token. This takes a minimum of device time,
 whatever else the same steps compute. A request is on time if its prompt is computed by its arrival plus the TTFT
 objective. With one objective for all requests, deadlines are in order of arrival, so it is best to serve the chosen
 requests in that order, and the largest number of requests on time is found exactly (Kise, Ibaraki and Mine 1978: 1 |
 agreeable release and due dates | sum of U).
 
-Further tokens, and memory. The requests that decode in a step are all in the pool, so each takes the share of the step's
-constant cost that its prompt takes of the pool (token-seconds of the pool), besides its own costs. A request that may
-not pause must have k further tokens by its arrival plus both objectives, so the same count bounds how many can.
+Further tokens, and memory. The requests that decode in a step are all in the pool. So each is charged, in addition to
+its own costs, a share of the step's constant cost equal to its prompt's share of the pool. A request that may not pause
+must have k further tokens within the TTFT objective plus k times the TBT objective, so the same method bounds how many
+requests can.
 
-The bounds ignore growing contexts and the other objective, let every request pause that may, and assume that all
-arrivals are known in advance, so the true maxima may be far lower.
+The bounds ignore that contexts grow, consider first and further tokens separately, let every request pause that may,
+and assume that all arrivals are known in advance, so the true maxima may be far lower.
 """
 
 import dataclasses
@@ -23,18 +24,18 @@ from apt_jax.config import SLO
 from apt_jax.costs.model import StepCosts
 
 _MAX_GAPS, _LONGEST = 90, 1 / 0.11
-"""With at most 90 gaps, the P99 over them allows no gap longer than 1 / 0.11 times the objective, and at most one above
-it: the longest gap has a weight of at least 0.11 in it."""
+"""If the P99 over at most 90 gaps meets the objective, no gap is longer than 1 / 0.11 times the objective and at most
+one gap exceeds it, because the longest gap has a weight of at least 0.11 in the P99."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attainable:
-    """Upper bounds on shares of all requests."""
+    """Upper bounds on the shares of requests that any policy can serve within their objectives."""
 
     slo: float
-    """With the TTFT and the P99 of the gaps within the objectives."""
+    """Share of requests with the TTFT and the P99 of the gaps within the objectives."""
     strict: float
-    """With the TTFT and every gap within the objectives."""
+    """Share of requests with the TTFT and every gap within the objectives."""
 
 
 def attainable(
@@ -50,7 +51,8 @@ def attainable(
 ) -> Attainable:
     """Return upper bounds on the shares of requests that any policy can serve within the objectives.
 
-    The replicas are treated as a single replica that is `replicas` times as fast, which can serve at least as many.
+    The replicas are treated as a single replica that is `replicas` times as fast, which can serve at least as many
+    requests.
 
     Args:
         arrival_s: (n,) arrival times in seconds, ascending.
@@ -84,10 +86,10 @@ def attainable(
 def least_token_s(
     prompt_tokens: NDArray[np.int32], costs: StepCosts, pool_shares: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the (n,) minimum device seconds of a further token of each request, among others in the same steps.
+    """Return the (n,) minimum device seconds per further token of each request, if other requests share its steps.
 
     A token comes from a decode step, or from computing the request again. A step with both takes at least any weighted
-    mean of what either takes; the weight is chosen so that no request gains by being computed again.
+    mean of the times of the two; the weight is chosen so that no request gains by being computed again.
     """
     tokens = prompt_tokens.astype(np.float64)
     kv = costs.decode_per_request_s + costs.decode_per_token_s * tokens + costs.decode_base_s * pool_shares[:, 0]
@@ -123,7 +125,7 @@ def first_tokens_share(
 
 
 def least_prefill_s(prompt_tokens: NDArray[np.int32], costs: StepCosts, step_tokens: int) -> NDArray[np.float64]:
-    """Return the (n,) minimum device seconds of each prompt, computed in full steps that it shares with others."""
+    """Return the (n,) minimum device seconds for each prompt, if it shares full steps with other prompts."""
     tokens = prompt_tokens.astype(np.float64)
     return (
         (costs.prefill_base_s / step_tokens + costs.prefill_per_token_s) * tokens
@@ -138,7 +140,7 @@ def most_on_time(arrival_s: NDArray[np.float64], work_s: NDArray[np.float64], wi
     Args:
         arrival_s: (n,) arrival times in seconds, ascending.
         work_s: (n,) seconds of work per request.
-        within_s: time limit of each request, from its arrival, seconds.
+        within_s: time limit of each request in seconds, from its arrival.
     """
     num_done = 0
     ends_s = np.array(
@@ -149,7 +151,7 @@ def most_on_time(arrival_s: NDArray[np.float64], work_s: NDArray[np.float64], wi
         num_done, ends_s = (
             num_done + idle,
             ends_s[idle:],
-        )  # states with fewer finished requests are no better if the machine is idle too
+        )  # a state with fewer finished requests is no better if its machine is idle too
         with_it = np.maximum(ends_s, at_s) + takes_s
         with_it[with_it > at_s + within_s + 1e-9] = np.inf
         ends_s = np.append(ends_s, np.inf)

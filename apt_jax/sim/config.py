@@ -38,10 +38,11 @@ class SimulationConfig:
     """Cost of attention over the hidden cache: the paper's (reproject) or ours (absorb)."""
     rho_us: float | None = option(None, metavar="US")
     """Microseconds per cached token that policies assume as the cost of the hidden cache (rho of Apt-Serve Eq. 6),
-    independent of its simulated cost: the authors' probe most likely gave 70, and 5 in float16 (default: the simulated
-    cost, 15.9 for OPT-13B reprojected on an A100). Policies then assume no cost per request."""
+    independent of its simulated cost (default: the simulated cost, 15.9 for OPT-13B reprojected on an A100).
+    Apt-Serve's authors most likely measured 70, or 5 in float16. With this option policies assume no cost per
+    request."""
     host_s: float = 0.0
-    """Host time per step, seconds. The device is idle during it, unless steps overlap and another step is running."""
+    """Host time per step in seconds. The device is idle during it, unless steps overlap and another step runs."""
     overlap: bool | None = option(None)
     """Schedule and dispatch a step while the previous one runs, as apt-jax serve does; a new request then waits for up
     to two steps (default: on with a description from apt-jax calibrate, off with the descriptions of the papers'
@@ -54,7 +55,7 @@ class SimulationConfig:
     length in the trace, which no policy knows, or is cut off at max_tokens (default: max_tokens is the output length in
     the trace, so policies that read max_tokens know it)."""
     drop_too_long: bool = option(False)
-    """Drop requests that can never fit instead of rejecting the trace (bundled traces always do); the result counts
+    """Drop requests that can never fit instead of rejecting the trace (always on for bundled traces); the result counts
     them."""
     max_num_seqs: int | None = option(None, metavar="N", positive=True, low=1)
     """Maximum number of requests that hold cache (default: the maximum that a calibrated description was measured
@@ -113,7 +114,7 @@ class SimulationConfig:
         """Return the cache configuration of an engine.
 
         Args:
-            block_size: keys, or values, that a block of the hardware's pool holds.
+            block_size: number of tokens whose keys (or whose values) a block of the hardware's pool holds.
             prefix_caching: whether the engine may look for common prompt prefixes.
         """
         return CacheConfig(

@@ -1,5 +1,4 @@
-"""An executor that simulates step durations without computing, under the unchanged engine, scheduler and block
-accounting."""
+"""An executor that only simulates step durations; engine, scheduler and block accounting are the real ones."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,26 +29,26 @@ class SimulatedExecutor:
     """An `Executor` whose steps take the time that a cost model predicts and always sample token 0.
 
     It keeps time as a device does: `execute` spends the host time and dispatches the step; the step begins once it is
-    dispatched and the previous step has ended; `result` moves the clock to the end of the step. With
+    dispatched and the previous step has finished; `result` moves the clock to the end of the step. With
     `SchedulerConfig.overlap` the host therefore prepares a step while the device runs the previous one, and each step
-    is scheduled before the previous step has ended.
+    is scheduled before the previous step has finished.
 
     Args:
         clock: the engine's clock.
-        step_s: function that returns the duration of a step, seconds.
+        step_s: function that returns the duration of a step in seconds.
         num_blocks: number of usable blocks in the pool.
         block_size: tokens per block of keys or values.
         hidden_block_size: tokens per block of layer inputs; None: `block_size`.
         max_num_seqs: maximum number of requests in a batch.
-        host_s: host time before each dispatch, seconds.
+        host_s: host time before each dispatch, in seconds.
         can_convert: whether layer inputs may be converted to keys and values within a step.
-        transfer_s: function that returns the duration of a step's transfers, seconds. Transfers run in parallel with
+        transfer_s: function that returns the duration of a step's transfers in seconds. Transfers run in parallel with
             the step, which then takes the longer of the two durations. None: transfers take no time.
-        lengths_only: `step_s` and `transfer_s` read only lengths and kinds (`Executor.lengths_only`).
+        lengths_only: True if `step_s` and `transfer_s` read only lengths and kinds (`Executor.lengths_only`).
 
     Attributes:
         num_steps: number of executed steps.
-        busy_s: time that the simulated device has worked, seconds, without host time.
+        busy_s: time in seconds that the simulated device has worked, without host time.
     """
 
     adapters = ()

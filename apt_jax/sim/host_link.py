@@ -15,7 +15,7 @@ _EFFICIENCY = 0.8
 
 
 def block_bytes(hardware: Hardware, dtype_bytes: int = 2) -> int:
-    """Return the bytes of one block over all layers and devices; keys and values have `dtype_bytes` bytes each.
+    """Return the size of one block in bytes, over all layers and devices; each element takes `dtype_bytes` bytes.
 
     Raises:
         ConfigError: the size of the model is not known.
@@ -40,7 +40,7 @@ def num_host_blocks(hardware: Hardware, swap_space: float) -> int:
 
 
 def with_transfers(costs: StepCosts, hardware: Hardware) -> StepCosts:
-    """Return the costs with transfer times, which are added if missing.
+    """Return the costs with transfer times; missing times are computed from the bandwidth between host and device.
 
     Each device transfers its share of a block over its own link.
 

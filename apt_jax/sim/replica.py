@@ -50,7 +50,7 @@ class Replica:
         self.engine, self.executor, self._clock = engine, executor, clock
         self._overlap = overlap
         self.next_s = math.inf
-        """Start time of the next iteration, seconds; infinite if no request is left."""
+        """Start time of the next iteration, in seconds; infinite if no request is left."""
         self.num_sent = self.hidden_tokens = 0
         self._inbox: list[EngineRequest] = []
         self._pending = PendingArrivals()
@@ -59,7 +59,7 @@ class Replica:
         """State when the last step was dispatched; its `busy_s` is the expected end time of that step."""
 
     def watch(self) -> None:
-        """Record the state at each dispatch from now on; `state` needs it."""
+        """Record the state at each dispatch from now on, which `state` needs."""
         self.engine.before_dispatch = self._look_at_step
 
     def _look_at_step(self, batch: StepBatch) -> None:
@@ -130,6 +130,6 @@ class Replica:
             plan = self.engine.last_plan
             if plan is not None and plan.kind.any():
                 self.hidden_tokens += int(np.count_nonzero(plan.kind == HIDDEN))
-        elif not outputs and self._clock.now_s() == began_s:  # and no step has ended either
+        elif not outputs and self._clock.now_s() == began_s:  # and no earlier step has finished either
             self.next_s += IDLE_S
         return outputs, num_rejected

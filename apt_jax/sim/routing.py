@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from apt_jax.engine.admission import Admission, PendingArrivals, QueueSnapshot
 from apt_jax.request import EngineRequest
 
-# Of smg 1.13: --least-load-default-throughput, --least-load-mean-prefill-tokens, --least-load-kv-pressure-weight.
+# Defaults in smg 1.13: --least-load-default-throughput, --least-load-mean-prefill-tokens,
+# --least-load-kv-pressure-weight.
 _TOKENS_PER_S, _RUNNING_TOKENS, _PRESSURE_WEIGHT_S = 2000.0, 1024, 0.15
 _AS_GOOD = 0.05
-"""Slacks that differ by less than this share of the SLO count as equal: the cost model is not more precise."""
+"""Slacks that differ by less than this share of the SLO count as equal, because the cost model is not more precise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class ReplicaState:
     pending: PendingArrivals
     """Requests sent to the replica since `queue_snapshot`."""
     busy_s: float
-    """Expected time until the running step ends, seconds; 0: no step runs."""
+    """Expected time until the running step ends, in seconds; 0: no step runs."""
     num_running: int
     """Number of requests that hold cache."""
     num_blocks: int
@@ -55,8 +56,10 @@ def round_robin() -> Router:
 
 
 def least_load() -> Router:
-    """Return a router to the replica with the shortest drain time, estimated like the policy `least_load` of the
-    gateway smg 1.13 but from loads that are always current."""
+    """Return a router that chooses the replica with the shortest estimated drain time.
+
+    The estimate is that of the policy `least_load` of the gateway smg 1.13, but from loads that are always current.
+    """
 
     def score_s(state: ReplicaState) -> float:
         tokens = state.queued_tokens + state.pending.tokens + _RUNNING_TOKENS * state.num_running
@@ -88,10 +91,10 @@ def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
 
 
 def expected_slack() -> Router:
-    """Return a router to the replica with the largest slack between the expected first token and the TTFT SLO.
+    """Return a router that chooses the replica with the largest slack between expected TTFT and TTFT SLO.
 
-    Slacks that are smaller than the largest by up to a twentieth of the SLO count as equal; of these, the router takes
-    the replica with the smallest claimed share of its pool. A request without an SLO goes to the replica with the
+    Slacks within a twentieth of the SLO below the largest count as equal to it; among these replicas, the router takes
+    the one with the smallest claimed share of its pool. A request without an SLO goes to the replica with the
     earliest expected first token.
     """
 

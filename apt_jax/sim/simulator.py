@@ -6,8 +6,8 @@
 
 Each replica has its own clock. The earliest event runs first: an iteration of the replica whose next iteration starts
 earliest (at equal times the replica with the lowest index), or the arrival of the next request. A request is routed
-when the next iteration of every replica starts at its arrival or later, and joins that iteration. A replica's engine
-does not know of requests that went to other replicas.
+when the next iteration of every replica starts at its arrival or later, and joins the next iteration of its replica. A
+replica's engine does not know of requests that went to other replicas.
 
 Everything above the executor is the same code that serves requests. A run depends only on its configuration: the same
 seed draws the same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
@@ -78,12 +78,12 @@ class SimulationResult:
     recomputed_by_cause: dict[str, int]
     """`recomputed_tokens` by the cause of their loss, as in `EngineStats.recomputed_by_cause`."""
     fallback_iterations: int
-    """Iterations that `fcfs` scheduled because the policy failed; if above 0, the run does not show the policy."""
+    """Iterations that `fcfs` scheduled because the policy failed; if above 0, the results are not the policy's."""
     num_left_out: int
     """Requests of the trace that are left out because they can never fit this model and pool."""
     slo_attainment_bound: float | None
-    """Upper bound on the SLO attainment of any policy (`apt_jax.sim.attainable`). None: not computed, with prefix
-    caching, best-effort requests, objectives of single requests, or step times other than the `StepCosts` of a
+    """Upper bound on the SLO attainment of any policy (`apt_jax.sim.attainable`). None: not computed, because the run
+    has prefix caching, best-effort requests, objectives per request, or step times other than the `StepCosts` of a
     description."""
     strict_attainment_bound: float | None
     """Upper bound on the strict attainment of any policy; None: as `slo_attainment_bound`."""
@@ -97,18 +97,18 @@ class SimulationResult:
     restores: dict[str, int]
     """See `EngineStats.restores`."""
     conversions: int
-    """Number of conversions of a running request from layer inputs to keys and values."""
+    """Number of conversions of running requests from layer inputs to keys and values."""
     hidden_token_fraction: float
     """Scheduled rows with hidden cache, prefill chunks included, divided by generated tokens."""
     iterations: int
     iterations_by_type: dict[str, int]
     device_busy_fraction: float
-    """Fraction of the run's duration that the simulated devices worked, mean over replicas."""
+    """Fraction of the run's duration during which the simulated devices worked; mean over replicas."""
     schedule_ms: tuple[float, float]
-    """p50 and p99 of the duration of a scheduling call on this host, ms; with several replicas the largest. Only this
-    value and `sim_wall_s` differ from run to run."""
+    """p50 and p99 of the duration of a scheduling call on this host, in ms; the largest over replicas. Only this value
+    and `sim_wall_s` differ from run to run."""
     sim_wall_s: float
-    """Real time that the simulation took, seconds."""
+    """Real time that the simulation took, in seconds."""
     requests: list[RequestMetrics | None]
     """Metrics of each request in order of arrival; None: rejected."""
     replicas: tuple[ReplicaCounts, ...]
@@ -132,12 +132,12 @@ class SimulationResult:
 
     @property
     def ttft_p99_s(self) -> float | None:
-        """P99 of TTFT over completed requests, seconds."""
+        """P99 of TTFT over completed requests, in seconds."""
         return self.summary.ttft_s.p99
 
     @property
     def duration_s(self) -> float:
-        """Time from the first arrival to the last token, seconds (makespan)."""
+        """Time from the first arrival to the last token in seconds (makespan)."""
         return self.summary.duration_s
 
     def as_dict(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def simulate(
         policy: scheduling policy, for a run with one replica; None: as named in `config`.
         step_s: function that returns the duration of a step in seconds; None: the hardware's cost model.
         executor: function that builds an executor for the run's clock, which the executor must advance
-            (`apt_jax.lab.recording`); its pool and block size must be the hardware's. `host_s` then only affects
+            (`apt_jax.lab.recording`); its pool and block size must match the hardware's. `host_s` then affects only
             predictions. None: `SimulatedExecutor`.
         progress: called every 512 iterations and at the end with (number of finished requests, number of requests).
         on_step: called with the engine after each iteration in which it has executed a step.
@@ -383,7 +383,7 @@ def simulate(
 
 
 def _pool_shares(prompt_tokens: NDArray[np.int32], config: SimulationConfig, hardware: Hardware) -> NDArray[np.float64]:
-    """Return the (n, num_kinds) share of the pool that each prompt takes with each kind; inf: the kind is not offered."""
+    """Return the (n, num_kinds) shares of the pool that prompts take with each kind; inf: the kind is not offered."""
     sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
     kinds = hardware.kinds(config.cache, config.hidden_attention)
     blocks = [

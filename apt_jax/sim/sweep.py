@@ -138,7 +138,7 @@ def bisect_rate(
     guess: float = 2.0,
     tolerance: float = 0.02,
 ) -> tuple[float, dict[str, float]]:
-    """Find the highest rate whose attainment reaches `target`, assuming that attainment falls with the rate.
+    """Find the highest rate whose attainment reaches `target`, assuming that attainment falls as the rate rises.
 
     The search multiplies or divides `guess` by 1.6 until the rate is bracketed, then bisects to a relative width of
     `tolerance`.
@@ -146,7 +146,7 @@ def bisect_rate(
     Args:
         attainment_at: function that returns the attainment at a rate in requests per second.
         target: attainment to reach.
-        guess: rate to try first, requests per second.
+        guess: rate to try first, in requests per second.
         tolerance: relative width of the final interval.
 
     Returns:

@@ -2,7 +2,7 @@
 
 A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_tokens` and optionally `arrival_s`
 (seconds, in ascending order), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds the
-traces that the papers use, by name.
+bundled traces of the papers, one file per name.
 
 `hash_ids` are integers, separated by spaces, one per block of `block_tokens` prompt tokens (`prompts_of`). Requests
 that start with the same integers start with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
@@ -44,9 +44,9 @@ class Trace:
     best_effort: NDArray[np.bool_] | None = None
     """True for requests of class "be"; None: all are real-time."""
     hash_ids: Sequence[NDArray[np.int64]] | None = None
-    """Identifiers of the blocks of each prompt, from its start; None: the contents are unknown."""
+    """Identifiers of the blocks of each prompt, in order; None: the contents are unknown."""
     lines: NDArray[np.int32] | None = None
-    """Line of the file that holds each request, for messages."""
+    """Line number of each request in the file, for error messages."""
 
     @property
     def num_requests(self) -> int:
@@ -79,9 +79,9 @@ class Trace:
 # --- synthetic lengths ---------------------------------------------------------------------------------------------
 
 _TABLE_7 = {
-    # dataset: (least (our assumption), median, most, exponent of the upper half) of prompts and outputs. For u uniform
-    # in (0, 1): below the median linear, above it median + (most - median) * (2u - 1)^exponent. Apt-Serve Table 7 gives
-    # median, mean and most; the exponents meet its means.
+    # dataset: (minimum (our assumption), median, maximum, exponent of the upper half) of prompts and outputs. For u
+    # uniform in (0, 1): linear below the median, above it median + (maximum - median) * (2u - 1)^exponent. Apt-Serve
+    # Table 7 gives median, mean and maximum; the exponents are chosen to match its means.
     "wikitext": ((200, 871, 1840, 1.2989), (50, 552, 992, 1.328)),
     "arxiv": ((1500, 6853, 19600, 1.7744), (50, 226, 9754, 19.0168)),
     "bookcorpus": ((8000, 14781, 23706, 0.1566), (20, 221, 299, 1.7368)),
@@ -93,7 +93,7 @@ _BROS_TABLE_2 = {
 }
 _BROS_BEST_EFFORT = ((512, 1024), (32, 128))  # uniform bounds of prompts and outputs
 SYNTHETIC = (*_TABLE_7, *_BROS_TABLE_2, "bros-best-effort")
-"""Traces that are drawn from published distributions instead of read."""
+"""Traces that are drawn from published distributions instead of read from files."""
 
 _NUM_SYNTHETIC = 4096
 _SYNTHETIC_SEED = 20250611
@@ -242,7 +242,7 @@ def _rows(reader: Any, name: str) -> Iterator[list[str]]:
             row = next(reader, None)
         except csv.Error as error:
             raise ConfigError(
-                f"{name} line {begin}: not CSV ({error}); write a quote within quotes twice, and close each (--trace)"
+                f"{name} line {begin}: not CSV ({error}); double each quote inside a quoted value, and close all quotes (--trace)"
             ) from None
         if row is None:
             return
@@ -336,8 +336,7 @@ def draw_arrivals(num_requests: int, rate: float, cv: float, rng: np.random.Gene
 
 
 def scale_arrivals(arrival_s: NDArray[np.float64], rate: float | None) -> NDArray[np.float64]:
-    """Shift recorded arrivals to start at 0 and stretch them to a mean of `rate` requests per second (None: no
-    stretching)."""
+    """Shift recorded arrivals to start at 0, and stretch them to a mean of `rate` requests/s (None: no stretching)."""
     arrival_s = arrival_s - arrival_s[0]
     if rate is None or arrival_s[-1] <= 0:
         return arrival_s

@@ -36,7 +36,7 @@ class Workload:
     slos: Sequence[SLO] | None = None
     """Objectives of each request; None: `SimulationConfig.slo` for all."""
     tenant: NDArray[np.int32] | None = None
-    """Number of the tenant that sends each request; None: one tenant."""
+    """Number of the tenant that each request comes from; None: one tenant."""
     prompts: Sequence[NDArray[np.int32]] | None = None
     """Token ids of each prompt, `prompt_tokens` in length; None: only lengths are known, so prefix caching is not
     possible."""
@@ -105,7 +105,7 @@ def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
     else:
         if config.rate is None:
             raise ConfigError(f"trace {trace.name} has no arrivals; give the number of requests per second (--rate)")
-        # Without replacement while there are enough.
+        # Drawn without replacement as long as the trace has enough requests.
         index = rng.permutation(trace.num_requests)[:n]
         if n > index.size:
             index = np.concatenate([index, rng.integers(0, trace.num_requests, n - index.size)])
@@ -132,7 +132,7 @@ def _draw_tenants(num_requests: int, config: SimulationConfig) -> NDArray[np.int
 
 
 def with_distinct_prompts(workload: Workload, seed: int) -> Workload:
-    """Return the workload with random prompts, so that a preempted request finds only its own blocks in the cache."""
+    """Return the workload with random prompts: a preempted request then finds only its own blocks in the cache."""
     rng = np.random.default_rng([seed, 0x50A])
     prompts = [rng.integers(0, 1 << 30, length, dtype=np.int32) for length in workload.prompt_tokens.tolist()]
     return dataclasses.replace(workload, prompts=prompts)

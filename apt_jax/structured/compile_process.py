@@ -21,7 +21,7 @@ class TrialLostError(Exception):
 
     Args:
         message: text for users.
-        keep: True if the grammar is the cause; then the result is cached for a while.
+        keep: True if the grammar may be the cause; then the error is cached for a while.
     """
 
     def __init__(self, message: str, *, keep: bool = True) -> None:
@@ -47,7 +47,7 @@ class TrialWorker:
         return self._child.is_alive
 
     def attempt(self, grammar: str, limit_s: float) -> tuple[str | None, int]:
-        """Return the error of a grammar, if any, and its approximate size in memory, bytes."""
+        """Compile a grammar in the child; return its error, if any, and its approximate size in memory, in bytes."""
         try:
             answer = self._child.ask({"grammar": grammar}, limit_s)
         except ChildTimeoutError:

@@ -5,8 +5,8 @@ which crashes the process. Testing in a child means that at worst the child is l
 starts the child, reuses it, and kills it if a test exceeds the time limit or the child dies.
 
 Protocol: one line of JSON in each direction. First {"tokens", "special", "eos", "limits", "memory_bytes", "alarm_s"},
-the tokens in hexadecimal digits, answered by {"error": null or text}; then any number of {"grammar"}, answered by
-{"error": null or text, "bytes"}. It is run as a file, so that nothing but llguidance is imported.
+the tokens as hexadecimal strings, answered by {"error": null or text}; then any number of {"grammar"}, answered by
+{"error": null or text, "bytes"}. The module is run as a script, so that nothing but llguidance is imported.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ NUM_TRIALS = 2
 _BYTES_OF_TEXT = [bytes([byte]) for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 """Every byte that occurs in UTF-8."""
 _MAX_FORCED_CHARS = 256
-"""Maximum number of characters of a required text that are split into tokens at each step."""
+"""Maximum number of characters of a required string that are split into tokens at each step."""
 
 
 class TokenTable:
-    """The vocabulary for `llguidance.LLTokenizer`, instead of its ``TokenizerWrapper``.
+    """The vocabulary passed to `llguidance.LLTokenizer`, in place of llguidance's ``TokenizerWrapper``.
 
-    llguidance assumes that tokens can produce every text. If a vocabulary cannot, such as a vocabulary of words, ids
-    for single bytes are appended; they are never sampled.
+    llguidance assumes that tokens can produce every string. If they cannot, as in a vocabulary of words, ids for single
+    bytes are appended, which are never sampled.
 
     Args:
         tokens: bytes that each token adds to a text; empty: the token is never allowed.
-        special: ids that grammars can name but text never becomes; their bytes are their names.
+        special: ids that grammars can name but that text is never encoded as; their bytes are their names.
         eos: ids that end an output.
         encoder: function that returns the usual tokens of a text; None: long tokens are preferred.
 
@@ -67,7 +67,7 @@ class TokenTable:
         self._lengths = {first: sorted(values, reverse=True) for first, values in lengths.items()}
         self.tokens, self.unsampled = list(tokens), range(0)
         self._begun: set[bytes] | None = None
-        """Prefixes of tokens, if the vocabulary cannot produce every text."""
+        """Proper prefixes of tokens; None: the vocabulary can produce every string."""
         if not all(byte in self._ids for byte in _BYTES_OF_TEXT):
             self._begun = {data[:end] for data in self._ids for end in range(1, len(data))}
             self.tokens += [b""] * (-len(tokens) % 32)  # whole words of a mask
@@ -75,7 +75,7 @@ class TokenTable:
             self.tokens += [bytes([byte]) for byte in range(256)]
 
     def __call__(self, text: str) -> list[int]:
-        """Return tokens of a required text, or of a prefix of it.
+        """Return tokens of a required string, or of a prefix of it.
 
         llguidance calls this at each step, and uses the first token.
         """
@@ -94,8 +94,8 @@ class TokenTable:
         return self._split(data)
 
     def _split(self, data: bytes) -> list[int]:
-        """Return tokens that produce the bytes, preferring long tokens as long as the rest can be produced. At the end,
-        single bytes may remain if a token begins with them."""
+        """Return tokens that produce the bytes, preferring long tokens if the rest can still be produced. Trailing
+        bytes that only begin a token may be returned as ids of single bytes."""
         ids: list[int] = []
         ends, tried = [0], [self._candidates(data, 0)]
         dead: set[int] = set()
@@ -138,7 +138,8 @@ def first_allowed(mask: bytes, rng: random.Random, without: set[int]) -> int | N
 
 
 def attempt(tokenizer: Any, unsampled: Collection[int], grammar: str, limits: Any) -> tuple[str | None, int]:
-    """Compile a grammar and begin a few outputs. Returns the error, if any, and the growth of this process in bytes."""
+    """Compile a grammar and generate the first tokens of a few outputs. Returns the error, if any, and the memory
+    growth of this process in bytes."""
     from llguidance import LLMatcher
 
     give_back_memory()
@@ -174,7 +175,8 @@ def begin_outputs(root: Any, without: set[int]) -> str | None:
 
 
 def give_back_memory() -> None:
-    """Return memory freed by earlier trials to the system: the next trial is measured by the growth of the process."""
+    """Return memory freed by earlier trials to the system, because the next trial is measured by the growth of the
+    process."""
     # Without glibc, only the memory of a grammar beyond that of the largest earlier grammar is counted.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -222,7 +224,7 @@ def serve() -> None:
     limit_memory(setup["memory_bytes"])
     answer(error=None)
     while line := sys.stdin.readline():
-        # If the parent is gone and cannot kill this process, the default action of the signal does.
+        # If the parent has exited and cannot kill this process, the default action of the signal does.
         signal.alarm(setup["alarm_s"])
         try:
             error, num_bytes = attempt(tokenizer, table.unsampled, json.loads(line)["grammar"], limits)

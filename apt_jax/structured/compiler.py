@@ -5,9 +5,9 @@ grammar is processed in these steps:
 
 1. `apt_jax.structured.forms.grammar_text` converts it to llguidance's notation.
 2. `GrammarCompiler` looks it up in its cache. If it is new, a child process (`apt_jax.structured.compile_worker`)
-   compiles it first and begins a few outputs, within two seconds and a memory limit: only a process can be stopped at
-   any time, and some grammars crash the compiler. Errors become one line for the user. A grammar that takes too much
-   time or memory is rejected for a minute.
+   compiles it first and generates the first tokens of a few outputs, within two seconds and a memory limit: only a
+   process can be killed at any time, and some grammars crash the compiler. Each error becomes one line for the user. A
+   grammar that takes too much time or memory is rejected for a minute.
 3. Then this process compiles it under the same limits, in a thread with a larger stack than the child's.
 4. Each request starts with a copy (microseconds). The engine feeds every token to the copy and gets a mask from it
    before the next token is sampled (`apt_jax.structured.constraint`).
@@ -46,17 +46,17 @@ from apt_jax.utils.memory import spare_memory_bytes
 logger = logging.getLogger(__name__)
 
 COMPILE_LIMIT_S = 2.0
-"""Time limit of the trial of one grammar, seconds."""
+"""Time limit for the trial of one grammar, in seconds."""
 CHILD_MEMORY_BYTES = 512 << 20
-"""Memory that a trial may take in addition to the tokenizer, bytes."""
+"""Memory that a trial may take in addition to the tokenizer, in bytes."""
 KEEP_LOST_S = 60.0
-"""Seconds for which a grammar whose trial was aborted is rejected without another trial."""
+"""Time in seconds for which a grammar whose trial was aborted is rejected without another trial."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 << 20
 
 _WAIT_LIMIT_S = 10.0
 _SLOW_SHARE = 0.25
-"""Fraction of the time limit of a trial after which another child is started."""
+"""Fraction of a trial's time limit after which another child is started."""
 _LEAST_ENTRY_BYTES = 16 << 10
 
 
@@ -72,7 +72,7 @@ class _Entry:
 
 
 class LLGrammar:
-    """A `Grammar` of llguidance."""
+    """A `Grammar` compiled by llguidance."""
 
     def __init__(self, source: MatcherSource, ends_at_eos: bool) -> None:
         self._source, self._ends_at_eos = source, ends_at_eos
@@ -100,7 +100,7 @@ class PendingGrammar:
         raise RuntimeError("a constraint was not compiled before its request was submitted")
 
     def known(self) -> LLGrammar | None:
-        """Return the compiled grammar if it is in the cache by now, without waiting. Raises: see `compile`."""
+        """Return the compiled grammar if the cache has it by now; None if not. Never waits. Raises: see `compile`."""
         return self._compiler._known(self._field, self._key, self._ends_at_eos)
 
     def compile(self) -> LLGrammar:
@@ -112,8 +112,8 @@ class GrammarCompiler:
     """Compiles users' constraints, one new grammar at a time. Thread-safe.
 
     Args:
-        tokenizer: tokenizer of the model, or a function that returns its tokenizer.json. The tokens are read at the
-            first grammar.
+        tokenizer: tokenizer of the model, or a function that returns the text of its tokenizer.json. The tokens are
+            read when the first grammar is compiled.
         vocab_size: vocabulary size of the model; ids without a token are never allowed.
         eos_token_ids: ids that end an output.
         num_tokens: number of leading token ids to use, if the tokenizer has more than the model was trained with; None:
@@ -136,13 +136,13 @@ class GrammarCompiler:
         max_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self.num_trials = 0
-        """Number of trials: grammars that were not in the cache."""
+        """Number of trials so far, one for each grammar that was not in the cache."""
         self.cached_bytes = 0
         if not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer()))
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._our_eos = tuple(t for t in eos_token_ids if t < vocab_size)
-        # llguidance needs an EOS token from the tokenizer; without one it gets a text token, which is never sampled.
+        # llguidance needs an EOS token of the tokenizer; if there is none, it gets a text token that is never sampled.
         self._num_tokens = min(vocab_size, tokenizer.vocab_size if num_tokens is None else num_tokens)
         self._their_eos = tuple(t for t in self._our_eos if t < self._num_tokens) or (self._num_tokens - 1,)
         self._limit_s, self._keep_lost_s = limit_s, keep_lost_s
@@ -155,7 +155,7 @@ class GrammarCompiler:
         self._entries: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()
 
     def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool = True) -> LLGrammar:
-        """Return the grammar of a checked constraint. This may wait for a trial: do not call it in the engine's thread.
+        """Return the grammar of a checked constraint. This may wait for a trial: do not call it in the engine thread.
 
         Args:
             wanted: constraint checked by `apt_jax.validation`.
@@ -165,13 +165,14 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: the constraint cannot be used; `field` names it.
             QueueFullError: too many grammars are waiting for a trial.
-            MemoryError: too little memory is free at the moment.
+            MemoryError: not enough memory is free at the moment.
         """
         grammar = self.begin(wanted, ends_at_eos=ends_at_eos)
         return grammar.compile() if isinstance(grammar, PendingGrammar) else grammar
 
     def begin(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool = True) -> LLGrammar | PendingGrammar:
-        """Like `compile`, but without waiting: a grammar that is not in the cache is returned as a `PendingGrammar`."""
+        """Like `compile`, but never waits: a grammar that is not in the cache, or has to be compiled again to free
+        memory, is returned as a `PendingGrammar`."""
         field = f"{FIELD}.{field_of(wanted)}"
         try:
             text = grammar_text(wanted)
@@ -264,7 +265,7 @@ class GrammarCompiler:
         except TrialLostError as lost:
             self._worker.kill()
             self._worker = None
-            # Only for a while: the cause may be a busy machine, not the grammar.
+            # Kept only for a while: the cause may be a busy machine, not the grammar.
             until_s = time.monotonic() + (self._keep_lost_s if lost.keep else 0.0)
             return _Entry(error=str(lost), source=None, num_bytes=1024, until_s=until_s)
         finally:
@@ -283,7 +284,7 @@ class GrammarCompiler:
         return _Entry(error=None, source=source, num_bytes=num_bytes)
 
     def _setup(self, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Return the settings that a child receives first."""
+        """Return the settings that are sent to a child when it starts."""
         return {
             "tokens": [token.hex() for token in vocabulary.tokens],
             "special": sorted(self._special_ids),
@@ -294,7 +295,8 @@ class GrammarCompiler:
         }
 
     def _prepare_standby(self, vocabulary: Vocabulary) -> None:
-        """Start another child during a slow trial, so that the next trial need not wait if this child is lost."""
+        """Start another child during a slow trial, so that the next trial need not wait for a child if the current
+        child is lost."""
         if self._standby is None:
             self._standby = StandbyWorker(self._setup(vocabulary))
 
@@ -333,7 +335,7 @@ class GrammarCompiler:
 
 
 class PendingGrammars:
-    """A `apt_jax.validation.limits.GrammarSource` that never waits.
+    """A grammar source (`apt_jax.validation.limits.GrammarSource`) that never waits for a compilation.
 
     Args:
         compiler: compiler of the grammars.

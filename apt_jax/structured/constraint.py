@@ -1,8 +1,8 @@
 """Masks of running outputs, from copies of a compiled grammar that share a lexer.
 
-A mask that would take too long fails its request only: llguidance limits lexer states, parser items and work per step
+A mask that would take too long fails only its request: llguidance limits lexer states, parser items and work per step
 (`LIMITS`). Copies share one lexer, whose states accumulate over all outputs of a grammar. After many masks the grammar
-is compiled again for later outputs. If the lexer is full before that, each output continues with its own lexer
+is compiled again for later outputs. If the lexer becomes full before that, each output continues with its own lexer
 (`MatcherSource`).
 
 Numbers in JSON are bounded: after `MAX_DIGITS` digits in a row, another digit is not allowed if the number may end.
@@ -47,8 +47,8 @@ _STACK_SIZE = threading.Lock()  # the stack size is a setting of the whole proce
 _WORN_MASKS = 5_000
 """Number of masks after which a grammar is compiled again for later requests, which frees its lexer's memory."""
 _OWN_LEXER_LIMIT_S = 0.02
-"""Maximum compile time of a grammar, seconds, at which an output may get its own lexer: the engine's thread compiles
-it."""
+"""Maximum compile time of a grammar, in seconds, for which an output may get its own lexer; the compilation blocks the
+engine thread."""
 
 
 class GrammarError(AptJaxError):
@@ -59,7 +59,7 @@ class NoTokenLeftError(GrammarError):
     """The restrictions of a request exclude every token.
 
     Args:
-        field: field that excludes the last token.
+        field: field that excludes the last remaining token.
     """
 
     def __init__(self, field: str) -> None:
@@ -68,7 +68,7 @@ class NoTokenLeftError(GrammarError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer in llguidance's form, and the tokens that end an output."""
+    """A tokenizer in llguidance's format, and the tokens that end an output."""
 
     tokenizer: Any
     """`llguidance.LLTokenizer`."""
@@ -79,7 +79,7 @@ class Vocabulary:
     our_eos: tuple[int, ...]
     """Ids of the model's vocabulary that end an output."""
     num_words: int
-    """Number of 32-bit words in a mask of llguidance; ids beyond the model's vocabulary are not sampled."""
+    """Number of 32-bit words in a mask that llguidance writes; ids beyond the model's vocabulary are not sampled."""
 
     @functools.cached_property
     def digits(self) -> NDArray[np.uint32]:
@@ -98,7 +98,8 @@ class Vocabulary:
 
 
 class MatcherSource:
-    """Makes copies of one grammar that share a lexer, and replaces the lexer when it is worn or full.
+    """Makes copies of a compiled grammar that share a lexer, and replaces the lexer when it has been used for many
+    masks or is full.
 
     Args:
         vocabulary: vocabulary of the model.
@@ -140,7 +141,7 @@ class MatcherSource:
         return self.num_masks > _WORN_MASKS or self.is_full
 
     def renew_if_worn(self) -> None:
-        """Compile the grammar again if its lexer is worn. Do not call this in the engine's thread."""
+        """Compile the grammar again if its lexer is worn. Do not call this in the engine thread."""
         if self.is_worn:
             self.num_masks, self.is_full = 0, False
             root = new_matcher(self.vocabulary, self._text)
@@ -177,7 +178,7 @@ class LLConstraint:
         return self.check_mask(row)
 
     def check_mask(self, row: NDArray[np.int32]) -> bool:
-        """Finish a row that llguidance has written; see `fill_mask`."""
+        """Complete a mask that llguidance has written to `row`; see `fill_mask`."""
         while self.matcher.is_error():
             self._go_on_or_raise()
             self._compute(row)
@@ -209,7 +210,8 @@ class LLConstraint:
 
     @property
     def num_words(self) -> int:
-        """Number of words in a mask of llguidance; a row holds the first of them."""
+        """Number of words in a mask that llguidance writes; a row holds the first words, those of the model's
+        vocabulary."""
         return self._vocabulary.num_words
 
     def _compute(self, row: NDArray[np.int32]) -> None:
@@ -225,7 +227,7 @@ class LLConstraint:
             GrammarError: the error has another cause, or the full lexer was already this output's own.
         """
         error = self.matcher.get_error()
-        if error.startswith("NoExtension"):  # no word of a vocabulary of words fits
+        if error.startswith("NoExtension"):  # a vocabulary of words has no word that fits
             raise NoTokenLeftError(FIELD)
         own = None
         if error.startswith("lexer error") and not self._is_alone:
@@ -247,7 +249,7 @@ class MaskFiller:
     def __call__(
         self, constraints: Sequence[TokenConstraint], masks: NDArray[np.int32], rows: Sequence[int]
     ) -> list[bool | Exception]:
-        """Fill ``masks[rows[i]]`` for ``constraints[i]``; returns the result or exception of each `fill_mask`."""
+        """Fill ``masks[rows[i]]`` for ``constraints[i]``; return the result or exception of each `fill_mask`."""
         alone = self._num_threads < 2 or len(constraints) < 4
         if alone or not all(isinstance(c, LLConstraint) for c in constraints):
             return fill_one_by_one(constraints, masks, rows)
@@ -268,7 +270,7 @@ class MaskFiller:
 def fill_one_by_one(
     constraints: Sequence[TokenConstraint], masks: NDArray[np.int32], rows: Sequence[int]
 ) -> list[bool | Exception]:
-    """Fill ``masks[rows[i]]`` for ``constraints[i]``; returns the result or exception of each `fill_mask`."""
+    """Fill ``masks[rows[i]]`` for ``constraints[i]``; return the result or exception of each `fill_mask`."""
     return [_outcome(c.fill_mask, masks[row]) for c, row in zip(constraints, rows, strict=True)]
 
 
@@ -280,7 +282,7 @@ def _outcome(fill: Any, row: NDArray[np.int32]) -> bool | Exception:
 
 
 def new_matcher(vocabulary: Vocabulary, text: str) -> Any:
-    """Return a matcher at the start of an output; it is in an error state if the grammar is invalid."""
+    """Return a matcher at the start of an output; it is in an error state if the grammar could not be compiled."""
     from llguidance import LLMatcher, LLParserLimits
 
     def make() -> Any:
@@ -294,8 +296,8 @@ def new_matcher(vocabulary: Vocabulary, text: str) -> Any:
 
 
 def _in_deep_thread(function: Any) -> Any:
-    """Run a function in a thread with a larger stack than the child's, so that a grammar that compiled in the child
-    cannot overflow it."""
+    """Run a function in a thread with a larger stack than the child's, which no grammar that compiled in the child can
+    overflow."""
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(function()), name="apt-jax-grammar")
     with _STACK_SIZE:
@@ -306,7 +308,7 @@ def _in_deep_thread(function: Any) -> Any:
             threading.stack_size(before)
     thread.join()
     if not result:
-        raise RuntimeError("a grammar that had been tried could not be compiled")
+        raise RuntimeError("a grammar that had passed its trial could not be compiled")
     return result[0]
 
 

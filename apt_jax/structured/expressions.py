@@ -1,6 +1,6 @@
-"""Analysis of regular expressions in JSON schemas: their parts, and whether a text can match two of them.
+"""Analysis of regular expressions in JSON schemas: their parts, and whether a string can match two of them.
 
-It uses Python's own parser, which has no public name. If a Python version lacks it, schemas that need the analysis
+This uses Python's own parser, which has no public name. If a Python version lacks it, schemas that need the analysis
 are rejected.
 """
 
@@ -17,22 +17,22 @@ except ImportError:
     _parser = None
 
 Part: TypeAlias = tuple[Any, Any]
-"""An operator (its name is the attribute `name`) and its argument."""
+"""An operator, whose attribute `name` is its name, and its argument."""
 
 _OTHER = 128
 """Bit of a character set that stands for all non-ASCII characters."""
 _END = 1 << 129
-"""Bit of a character set that stands for the end of a text."""
+"""Bit of a character set that stands for the end of a string."""
 _ALL = (1 << 130) - 1
 _CLASSES = {
     "CATEGORY_DIGIT": "0123456789",
     "CATEGORY_WORD": "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_",
     "CATEGORY_SPACE": "\t\n\v\f\r\x1c\x1d\x1e\x1f ",
 }
-"""ASCII characters of each class; other characters differ between languages."""
+"""ASCII characters of each class; which other characters belong to it differs between regex dialects."""
 _MAX_LEADING = 64
 _READ_OTHERWISE = re.compile(r"\[\[|\[\^\[|\[:|&&|--|~~|\{,|\\[<>AZz]|\\[xuU]\{")
-"""Syntax that other languages interpret differently from Python."""
+"""Syntax that other regex dialects interpret differently from Python."""
 
 
 def parsed(pattern: str) -> Sequence[Part] | None:
@@ -49,12 +49,12 @@ def parsed(pattern: str) -> Sequence[Part] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """Properties of all matching texts; sets of characters are bit masks."""
+    """Properties common to all strings that a regular expression matches; character sets are bit masks."""
 
     leading: tuple[int, ...] = ()
-    """Sets of possible characters at the first positions of a text."""
+    """Sets of possible characters at the first positions of a match."""
     is_whole: bool = False
-    """True if a match is as long as `leading`."""
+    """True if every match is exactly as long as `leading`."""
     alphabet: int = _ALL
     """Set of characters that a match may contain."""
     needed: int = 0
@@ -66,8 +66,8 @@ _NOTHING = _Shape(is_whole=True, alphabet=0)
 
 
 def are_apart(first: str, second: str) -> bool:
-    """Return True if simple checks show that no text matches both expressions: they begin or end differently, or one
-    needs a character that the other does not allow."""
+    """Return True if simple checks show that no string matches both expressions: matches differ in one of their first
+    characters, or one expression needs a character that the other does not allow."""
     a, b = _shape_of(first), _shape_of(second)
     if any(ours & theirs == 0 for ours, theirs in zip(a.leading, b.leading, strict=False)):
         return True
@@ -120,7 +120,7 @@ def _shape(name: str, argument: Any) -> _Shape:
     if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
         return _repeated(_joined(argument[2]), argument[0], argument[1])
     if name == "AT" and argument.name == "AT_END":
-        line_end = 1 << ord("\n")  # in some languages `$` also matches before a line end
+        line_end = 1 << ord("\n")  # in some dialects `$` also matches before a line ending
         return _Shape(leading=(_END | line_end,), alphabet=line_end)
     if name in ("AT", "ASSERT", "ASSERT_NOT"):
         return _NOTHING

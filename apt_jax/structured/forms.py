@@ -1,6 +1,6 @@
 """Conversion of users' constraints to llguidance's notation.
 
-`grammar_text` converts every form; `apt_jax.validation` has already bounded size and depth.
+`grammar_text` converts every kind of constraint; `apt_jax.validation` has already checked size and depth.
 """
 
 import json
@@ -12,8 +12,8 @@ from apt_jax.structured.json_schema import exact_schema
 
 FIELD = "structured_outputs"
 DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,2}"
-"""Whitespace between the parts of a JSON value, as pretty-printers write it. It is bounded, since small models may
-write spaces endlessly."""
+"""Whitespace between the parts of a JSON value, as pretty-printers write it. Its length is bounded, since small models
+may write spaces endlessly."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _SCHEMA_GRAMMAR = '{ "grammars": [{ "json_schema"'
@@ -45,7 +45,7 @@ def json_schema_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
     """Return the schema of a checked `json` or `json_object`, as llguidance compiles it.
 
     Raises:
-        ValueError: a keyword cannot be enforced; one line.
+        ValueError: a keyword cannot be enforced; the message is one line.
     """
     schema = json.loads(wanted.json) if isinstance(wanted.json, str) else {"type": "object"}
     whitespace: dict[str, Any] = (
@@ -72,5 +72,5 @@ def _as_lark(grammar: str) -> str:
 
 
 def has_json(text: str) -> bool:
-    """Return whether a grammar in llguidance's notation contains a JSON schema."""
+    """Return True if a grammar in llguidance's notation contains a JSON schema."""
     return text.startswith(_SCHEMA_GRAMMAR) or (not text.startswith("{") and "%json" in text)

@@ -3,12 +3,13 @@
 `exact_schema` first forbids unlisted properties (`closed`), which small models would add endlessly. Then it walks over
 the schema, its definitions and other referenced schemas, and changes a copy:
 
-* `format`: an unknown format is an annotation and is left out; dates become expressions that respect leap years.
-* `oneOf` becomes `anyOf` if no value can satisfy two branches. Branches that only require properties are separated
-  by forbidding each other's properties.
+* `format`: an unknown format is an annotation and is left out; dates become regular expressions that respect leap
+  years.
+* `oneOf` becomes `anyOf` if no value can satisfy two branches. Branches that only require properties are made
+  exclusive: each forbids properties that the others require.
 * `patternProperties` whose expression matches a few names become `properties`; then a comma is allowed only if another
   of these names may follow.
-* `propertyNames` with an expression or a list of names becomes `patternProperties` or `properties`.
+* `propertyNames` with a regular expression or a list of names becomes `patternProperties` or `properties`.
 * Bounds and constants that llguidance would round are made exact.
 
 A `minProperties` that needs unlisted names is rejected, since nothing keeps such names distinct.
@@ -47,10 +48,11 @@ _DATE = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _OWN_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Expressions of formats: without year 0 and leap seconds, which most parsers reject, and at most nanoseconds."""
+"""Regular expressions for formats: they allow neither year 0 nor leap seconds, which most parsers reject, and at most
+nine decimals of a second."""
 _LABELS = r"(?:[a-zA-Z0-9]+-)*[a-zA-Z0-9]+"
 _HOST_NAME = rf"^{_LABELS}(?:\.{_LABELS})*$"
-"""Expression of host names without encoded labels (`xn--`), since most letter combinations in them are invalid."""
+"""Regular expression for host names without encoded labels (`xn--`), in which most letter combinations are invalid."""
 _MAX_LENGTHS = {"hostname": 253, "email": 254}
 FORMATS = frozenset({*_OWN_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 """The values of `format` that are enforced."""
@@ -59,7 +61,7 @@ _MAX_EXACT = 2**53
 _GAP = 1e-9
 """Distance kept from an exclusive whole-number bound: llguidance would allow the bound itself."""
 _MAX_NAMES = 64
-"""Maximum number of names for which a pattern becomes properties."""
+"""Maximum number of matching names for which a pattern is replaced by properties."""
 
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _MAYBE_UNWRITABLE = re.compile(r"[\x00-\x1f\x7f]|\\[xucpPavN0]|\[\^|\[:")
@@ -73,14 +75,14 @@ OVERLAP = (
 
 
 def exact_schema(schema: Mapping[str, Any] | bool, whitespace: Mapping[str, Any]) -> Node:
-    """Return the schema that llguidance compiles, with its options in it.
+    """Return the schema that llguidance compiles, which includes llguidance's options.
 
     Args:
-        schema: JSON value, whose depth validation has bounded.
+        schema: JSON value, whose depth was checked by `apt_jax.validation`.
         whitespace: options of llguidance for whitespace between the parts of a value.
 
     Raises:
-        ValueError: a keyword cannot be enforced exactly; one line for users that names it.
+        ValueError: a keyword cannot be enforced exactly; the message is one line for users and names the keyword.
     """
     root: Node = ({} if schema else {"enum": []}) if isinstance(schema, bool) else json.loads(json.dumps(schema))
     _Rewriter(root, _close(root)).run()
@@ -152,7 +154,7 @@ def _close(root: Node) -> set[int]:
         if isinstance(patterns, dict) and ("properties" in value or len(patterns) > 1):
             return True  # several schemas for one value
         if isinstance(value.get("oneOf"), list) and overlap(value["oneOf"]):
-            return True  # a value that satisfies two branches might satisfy one of them if they were closed
+            return True  # a value that satisfies two branches might satisfy only one of them once they are closed
         named = [value[key].values() for key in _NAMED if isinstance(value.get(key), dict)]  # any names
         others = [item for key, item in value.items() if key not in _NAMED]
         return any(key in value for key in _COMPOSED) or any(map(composed, [*itertools.chain(*named), *others]))
@@ -186,7 +188,8 @@ class _Rewriter:
 
     Args:
         root: the schema.
-        apart: identities of `oneOf` lists whose branches exclude each other; other lists are compared.
+        apart: identities of the `oneOf` lists known to have branches that exclude each other; branches of other lists
+            are compared.
     """
 
     def __init__(self, root: Node, apart: set[int]) -> None:
@@ -324,7 +327,7 @@ class _Rewriter:
 
 
 def _drop_idle(node: Node) -> None:
-    """Remove keywords without effect at their location, which llguidance would reject."""
+    """Remove keywords that have no effect where they are, because llguidance would reject them."""
     idle = {"uniqueItems"} if node.get("uniqueItems") is False or node.get("maxItems") in (0, 1) else set()
     if "if" not in node:
         idle |= {"then", "else"}
@@ -339,7 +342,7 @@ def _drop_idle(node: Node) -> None:
 
 
 def _as_properties(names: Any) -> Node | None:
-    """Return a schema of objects whose names satisfy the schema `names`; None if that is not possible."""
+    """Return a schema of objects whose property names satisfy the schema `names`; None if there is no such schema."""
     if not isinstance(names, dict):
         return None
     asserts = names.keys() - {"type", "title", "description", "$comment"}
@@ -375,7 +378,7 @@ def _check_multiples(places: list[tuple[Node, _Place]]) -> None:
             )
 
 
-# --- numbers, texts and names -----------------------------------------------------------------------------------------
+# --- numbers, strings and names ---------------------------------------------------------------------------------------
 
 
 def _inner_bound(name: str, lower: float) -> float:
@@ -425,8 +428,8 @@ def _side_by_side(node: Node, keys: Sequence[str]) -> None:
 
 
 def _required_by_one(branches: list[Any]) -> list[Node] | None:
-    """Return branches that together allow the values of exactly one of `branches`, all of which only require
-    properties; None if they have other keywords, or there would be too many branches."""
+    """Rewrite the `oneOf` branches as `anyOf` branches that accept the objects that match exactly one of them. None: a
+    branch has keywords other than `required` (and type object), or the result would have too many branches."""
     needed: list[set[str]] = []
     for branch in branches:
         if not isinstance(branch, dict) or not isinstance(branch.get("required"), list):

@@ -1,4 +1,4 @@
-"""Detects branches of `oneOf` that no value satisfies together."""
+"""Detects whether the branches of a `oneOf` exclude each other: no value satisfies two of them."""
 
 import itertools
 import json
@@ -24,10 +24,11 @@ _MAX_DEPTH = 12
 
 
 class Branches:
-    """Detects schemas that no value satisfies together.
+    """Detects whether schemas exclude each other: no value satisfies two of them.
 
-    A schema is a list of alternatives, each of which is a list of nodes that a value must satisfy together. Unsupported
-    keywords are ignored, which allows more values: `overlap` may miss a difference but never invents one.
+    Here a schema is a list of alternatives, each of which is a list of nodes that a value must satisfy together.
+    Unsupported keywords are ignored, as if they allowed every value: `overlap` may report schemas that exclude each
+    other, but it finds all schemas that overlap.
     """
 
     def __init__(self, root: Node) -> None:
@@ -88,7 +89,8 @@ class Branches:
         return all(self._impossible(atom, ours, theirs, depth) for atom in atoms)
 
     def _values_of(self, node: Node) -> dict[str, str] | None:
-        """Return the values that a node lists, in a canonical form, with their types."""
+        """Return the types of the values that a node lists, keyed by the values in canonical form; None: it lists no
+        values."""
         if "const" not in node and not isinstance(node.get("enum"), list):
             return None
         if id(node) not in self._values:
@@ -128,11 +130,12 @@ _FORMAT_SHAPES = {
     "uri": "^[a-zA-Z][a-zA-Z0-9+.-]*:",
     "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
 }
-"""Expressions that every text of a format matches; other texts may match too."""
+"""Regular expressions that every string of a format matches; other strings may match too."""
 
 
 def _expression(node: Node) -> str | None:
-    """Return an expression that matches every text which satisfies a node; None: any text."""
+    """Return a regular expression that matches every string that satisfies a node; None: no such expression is
+    known."""
     pattern = node.get("pattern")
     return pattern if isinstance(pattern, str) else _FORMAT_SHAPES.get(str(node.get("format")))
 
@@ -144,7 +147,7 @@ def _extreme(nodes: list[Node], key: str, of: Any) -> float:
 
 
 def _property(node: Node, name: str) -> Any:
-    """Return a schema that a property with this name satisfies."""
+    """Return a schema that the property called `name` must satisfy in objects that satisfy a node."""
     properties = node.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -159,7 +162,7 @@ def _atom(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """Return a text that is identical for equal JSON values."""
+    """Return a string that is identical for equal JSON values."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
@@ -197,5 +200,5 @@ def resolved(root: Node, reference: Any) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a number in JSON."""
+    """Return True if a value is a number in JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool)

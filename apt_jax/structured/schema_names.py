@@ -1,4 +1,4 @@
-"""Lists the names that expressions of a schema match."""
+"""Lists the property names that the regular expressions of a schema match."""
 
 import re
 from collections.abc import Iterable
@@ -13,21 +13,21 @@ _MAX_CHARS = 400_000
 
 _BEGIN, _END = "begin", "end"
 _Text: TypeAlias = tuple[str, ...]
-"""Characters of a text, including the marks of its beginning and end."""
+"""Characters of a string, including marks for its start and end."""
 
 
 class Names:
-    """Lists the texts that expressions match, with a bound on the total work."""
+    """Lists the strings that regular expressions match, with a bound on the total work."""
 
     def __init__(self) -> None:
         self._left = _MAX_CHARS
 
     def matched(self, pattern: str, most: int) -> frozenset[str] | None:
-        """Return the texts that match an expression of JSON Schema; None if there are more than `most`, or the
-        expression is not supported.
+        """Return the strings that match a regular expression of a JSON schema; None if there are more than `most`, or
+        the expression is not supported.
 
         Raises:
-            ValueError: all expressions together are too large.
+            ValueError: the total work for all expressions is too large.
         """
         try:
             parts = parsed(pattern)
@@ -40,14 +40,14 @@ class Names:
             first, last = (places[0], places[-1] + 1) if places else (len(text), 0)
             inside = _END in text[:first] or _BEGIN in text[last:] or len(places) < last - first
             if places and inside:
-                continue  # no text has its beginning or its end inside
+                continue  # the start and the end of a string are never inside it
             if _BEGIN not in text[:first] or _END not in text[last:]:
                 return None
             found.add("".join(text[place] for place in places))
         return None if texts is None or len(found) > most else frozenset(found)
 
     def _texts(self, tree: Iterable[Part], most: int) -> set[_Text] | None:
-        """Return the texts that a parsed expression matches; None if there are more than `most`, or parts are not
+        """Return the strings that a parsed expression matches; None if there are more than `most`, or parts are not
         supported."""
         made: set[_Text] = {()}
         for operator, argument in tree:
@@ -73,7 +73,7 @@ class Names:
         return made
 
     def _joined(self, before: set[_Text], after: set[_Text], most: int) -> set[_Text]:
-        """Return each text of `before` followed by each of `after`; empty if there are more than `most`, or a text is
+        """Return each string of `before` followed by each of `after`; empty if there are more than `most`, or one is
         too long."""
         longest = max(map(len, before), default=0) + max(map(len, after), default=0)
         if len(before) * len(after) > most or longest > _MAX_NAME_CHARS:

@@ -1,7 +1,7 @@
-"""Masks for requests that allow only a part of the vocabulary, or forbid sequences of tokens.
+"""Masks for requests that allow only part of the vocabulary, or forbid sequences of tokens.
 
 As in vLLM, `allowed_token_ids` is a whitelist that also covers end tokens. The last token of each of `bad_words` is
-forbidden if the output ends with the tokens before it. Both can be combined with structured output.
+forbidden if the output ends with the preceding tokens of the word. Both can be combined with structured output.
 """
 
 from collections.abc import Sequence

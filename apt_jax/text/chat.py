@@ -1,4 +1,4 @@
-"""Encode messages as prompt tokens with the chat template of a model.
+"""Encodes messages as prompt tokens with the chat template of a model.
 
 A template is a Jinja program from the publisher of the model. It is rendered in a separate process (`chat_worker`),
 with limits on time, memory and output. The special tokens of the prompt come only from the template: the process
@@ -40,11 +40,11 @@ from apt_jax.utils.worker_process import ChildDiedError, ChildProcess, ChildTime
 _logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``. The model's tool
-calls are in ``tool_calls``, in OpenAI's format, and the result of a tool names its ``tool_call_id``."""
+"""``{"role": ..., "content": ...}``; content is a string or a list of ``{"type": "text", "text": ...}``. The model's
+tool calls are in ``tool_calls``, in OpenAI's format, and the result of a tool names its ``tool_call_id``."""
 
 Tool = Mapping[str, Any]
-"""A function that the model may call, in OpenAI's form: ``{"type": "function", "function": {"name": ..., ...}}``."""
+"""A function that the model may call, in OpenAI's format: ``{"type": "function", "function": {"name": ..., ...}}``."""
 
 _MAX_TEMPLATE_BYTES = 2**20
 MAX_TOOLS = 128
@@ -69,11 +69,11 @@ TOOL_USE = "tool_use"
 """Name of the template for conversations with tools, if a model has several templates."""
 
 Runs = Sequence[Sequence[int]]
-"""Half-open ranges of the characters that a template wrote."""
+"""Half-open ranges of characters that a template wrote."""
 
 
 class _TemplateFailed(Exception):
-    """The template could not be rendered; the message says why."""
+    """The template could not be rendered; the message gives the reason."""
 
 
 class _Worker:
@@ -121,14 +121,14 @@ class _Worker:
 
 
 class _Program:
-    """One Jinja text, ready to render. Thread-safe."""
+    """One Jinja template, ready to render. Thread-safe."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], probe_tools: Sequence[Tool] | None = None
     ) -> None:
         self.source, self._special_tokens = source, special_tokens
         self._probe_tools = probe_tools
-        """Tools in the conversations that test the template."""
+        """Tools passed to the template when it is tested."""
         self.takes_tools = _TOOLS_WORD.search(source) is not None
         self._worker, self._long_worker = _Worker(source), _Worker(source)
         """Long conversations have a separate process, so that short conversations never wait for them."""
@@ -170,12 +170,12 @@ class _Program:
     def prepared(
         self, messages: Sequence[dict[str, Any]], functions: Sequence[dict[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
-        """Return checked messages and tools in the forms that the template accepts."""
+        """Return checked messages and tools in the formats that the template accepts."""
         if "developer" not in self.source:
             messages = with_system_role(messages)
         if not self.takes_tools and (functions or any(m["role"] == "tool" or "tool_calls" in m for m in messages)):
             plain = [{**message, "content": joined(message["content"])} for message in messages]
-            messages, functions = tools_as_text(plain, functions), None  # the template would leave the tools out
+            messages, functions = tools_as_text(plain, functions), None  # the template would omit the tools
         made = [{**message, "content": self.forms.content(message["role"], message["content"])} for message in messages]
         if self.forms.arguments_as_text:
             for message in made:
@@ -192,10 +192,10 @@ class ChatTemplate:
     """A chat template, ready to render. Thread-safe.
 
     Args:
-        source: the Jinja text.
+        source: the Jinja source.
         special_tokens: ``bos_token`` and the like, which templates may use.
         where: name of the template in error messages, for example its file.
-        tool_source: another Jinja text for conversations with tools.
+        tool_source: Jinja source for conversations with tools; None: `source`.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class ChatTemplate:
         return [{"name": name, "template": source} for name, source in named.items()]
 
     def source_for(self, has_tools: bool) -> str:
-        """Return the Jinja text for conversations with or without tools."""
+        """Return the Jinja source for conversations with or without tools."""
         return self._program_for(has_tools).source
 
     def _program_for(self, has_tools: bool) -> _Program:
@@ -281,7 +281,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the token ids of the prompt.
 
-        They equal those of transformers unless a message contains the text of a special token.
+        They are equal to the ids from transformers unless a message contains the text of a special token.
 
         Args:
             tokenizer: tokenizer of the model.
@@ -329,7 +329,7 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_end(messages: Sequence[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
     """Return the messages with a mark after the content of the last message. A space follows the mark: if the template
-    strips that space, it would also strip spaces at the end of the content."""
+    strips this space, it would also have stripped spaces at the end of the content."""
     *others, last = messages
     content = last["content"]
     if isinstance(content, str):
@@ -339,7 +339,7 @@ def _with_end(messages: Sequence[dict[str, Any]], mark: str) -> list[dict[str, A
 
 
 def _up_to_end(text: str, mark: str) -> str:
-    """Return the text before the mark, without trailing spaces if the template strips them from contents."""
+    """Return the text before the mark, without trailing spaces if the template strips trailing spaces from content."""
     before, found, after = text.rpartition(mark)
     if not found:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Check clients' messages and tool calls; only fields that chat templates know are kept."""
+"""Checks clients' messages and tool calls; only fields that chat templates know are kept."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ROLE_PATTERN = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 _ROLE = re.compile(ROLE_PATTERN)
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Name of the field that holds the text, by type of content part."""
+"""Name of the field that holds the text, keyed by the type of the content part."""
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
@@ -35,15 +35,15 @@ def text_of(messages: Any) -> str:
 def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
     """Return messages with known fields only, so that a template cannot misread others.
 
-    The known fields are role, content, name, tool call id, reasoning and tool calls. Content is a text or a list of
+    The known fields are role, content, name, tool call id, reasoning and tool calls. Content is a string or a list of
     ``{"type": "text", "text": ...}``. Other fields, such as those in answers of other servers, are dropped.
 
     Args:
-        messages: messages of a client, not checked.
+        messages: unchecked messages of a client.
         template: text of the chat template. Roles besides `ROLES` are accepted if the template names them.
 
     Raises:
-        InvalidRequestError: they are malformed.
+        InvalidRequestError: the messages are malformed.
     """
 
     def refuse(problem: str) -> InvalidRequestError:
@@ -93,7 +93,7 @@ def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
 
 def with_system_role(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Turn developer messages into system messages, for templates that do not know the role. A developer message after
-    a system message is appended to it, since many templates accept only one."""
+    a system message is appended to it, since many templates accept only one system message."""
     made: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "developer":

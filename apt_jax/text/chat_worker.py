@@ -6,11 +6,11 @@ stdout: first `{"template": text}`, then any number of
 
     {"context": variables, "written": variables, "limit": characters}
 
-The texts in `written` and the roles of messages count as written by the template. The answer is
+The strings in `written` and the roles of messages count as written by the template. The answer is
 `{"text": text, "runs": [[start, end], ...]}`: the runs are the ranges that the template wrote
 (`apt_jax.text.marked_text`).
 
-The file imports little of the package, so that the process is small and quick to start.
+This file imports little of the package, so that the process is small and starts quickly.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Generator(jinja2.compiler.CodeGenerator):
-    """Compile templates so that the text of the template itself is marked."""
+    """Compiles templates so that the literal text of the template is marked as written by it."""
 
     def _constant(self, value: Any) -> str:
         constants = self.environment.constants  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A Jinja environment whose texts record which parts the template wrote."""
+    """A Jinja environment whose strings record which parts the template wrote."""
 
     code_generator_class = _Generator
     concat = staticmethod(marked_text.concat)

@@ -1,17 +1,18 @@
-"""Bytes that each token adds to a text that has already begun.
+"""Bytes that each token adds to preceding text.
 
 An output continues its prompt, so its tokens must not be decoded as if they began a text: SentencePiece decoders
 drop the first space of a text, and WordPiece decoders put no space before its first word. Here every token has its own
 bytes, and the text is the concatenation of the bytes of all tokens. `apt_jax.text.detokenizer`, log probabilities and
-constraints (`apt_jax.structured`) all read tokens in this way.
+constraints (`apt_jax.structured`) all decode tokens in this way.
 
-For nearly all decoders of the `tokenizers` library these bytes depend on the token only. Two exceptions:
+For nearly all decoders of the `tokenizers` library these bytes depend on the token only. There are two exceptions:
 
-* ``BPEDecoder`` turns the end of a word (``</w>``) into a space once another token follows: that token gets the space.
+* ``BPEDecoder`` turns the end of a word (``</w>``) into a space once another token follows; here the space belongs to
+  that token.
 * Other decoders (CTC, unknown steps) look at the whole text. `is_exact` is False for them, and `IncrementalDetokenizer`
   decodes a window of tokens.
 
-Spaces that a decoder strips from the end of a text are kept, since the text may go on.
+Spaces that a decoder strips from the end of a text are kept, since the text may continue.
 """
 
 import codecs
@@ -22,7 +23,7 @@ from typing import Any
 import tokenizers
 
 _CONTEXT = "a"
-"""Text of a token placed before the token in question."""
+"""Text of the tokens placed before and after the token in question."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -47,7 +48,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:
-    """Error handler: U+FFFD for each byte, like the library's ``ByteFallback``."""
+    """Replace each invalid byte with U+FFFD, like the library's ``ByteFallback``; a codec error handler."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end
@@ -58,7 +59,7 @@ codecs.register_error(_EACH, _replace_each)
 
 
 class Continuations:
-    """The bytes that tokens add to a text that has already begun.
+    """The bytes that each token adds to preceding text.
 
     Args:
         backend: the library's tokenizer; its vocabulary and decoder do not change afterwards.
@@ -111,17 +112,17 @@ class Continuations:
         return self._decode([token, _CONTEXT]).removesuffix(self._after_context).encode()
 
     def ends_word(self, token_id: int | None) -> bool:
-        """Return whether a token ends a word, so that the next token adds a space."""
+        """Return True if a token ends a word; the next token then adds a space."""
         token = None if token_id is None else self._backend.id_to_token(token_id)
         return token is not None and self.word_end is not None and token.endswith(self.word_end)
 
     def pieces(self, num_ids: int) -> list[bytes]:
-        """Return `piece` of every id in [0, num_ids), each without a word end before it."""
+        """Return `piece` of every id in [0, num_ids), each as if no word had ended before it."""
         tokens = map(self._backend.id_to_token, range(num_ids))
         return [b"" if token is None else self._piece(token) for token in tokens]
 
     def encoder(self) -> Callable[[str], list[int]]:
-        """Return a function that encodes a text that continues another text, without a space before it. The tokens may
+        """Return a function that encodes text that continues other text, without a space before it. The tokens may
         decode to a different text if the tokenizer knows whole words only."""
         fields = json.loads(self._backend.to_str())
         fields |= {"normalizer": _without_prefix(fields["normalizer"]), "post_processor": None}
@@ -185,7 +186,7 @@ def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _keeps_later_text(step: Mapping[str, Any]) -> bool:
-    """Return whether a step on the whole text changes only its ends, or each character separately."""
+    """Return True if a step on the whole text changes only its ends, or each character separately."""
     return step["type"] in ("Fuse", "Strip") or _maps_characters(step)
 
 
@@ -197,7 +198,7 @@ def _maps_characters(step: Mapping[str, Any]) -> bool:
 
 
 def _is_by_token(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the bytes that a token adds depend only on the token."""
+    """Return True if the bytes that a token adds depend only on the token."""
     kinds = [step["type"] for step in steps]
     if not {"Replace", "Metaspace", "WordPiece", "ByteFallback", "Fuse", "Strip"}.issuperset(kinds):
         return False

@@ -1,4 +1,4 @@
-"""Incremental detokenization, and stop strings in the text."""
+"""Incremental detokenization, and detection of stop strings in the text."""
 
 from collections.abc import Sequence
 
@@ -13,16 +13,16 @@ _MAX_UNREAD = 8
 class IncrementalDetokenizer:
     """Turns tokens into text, one token at a time, as the continuation of a prompt or as a separate text.
 
-    The results of `push` and `flush`, joined, are the text that the tokens add to the prompt. Every character is
-    returned with its last byte. Bytes that are not UTF-8 become U+FFFD. A character that begins in the prompt and ends
+    The joined results of `push` and `flush` are the text that the tokens add to the prompt. Every character is returned
+    when its last byte arrives. Bytes that are not UTF-8 become U+FFFD. A character that begins in the prompt and ends
     in the output belongs to the output.
 
-    The time per call does not depend on the lengths of prompt and output. Only the last tokens of the prompt are read:
-    the text of a token depends at most on the token before it, and a character has at most four bytes.
+    The time per call does not depend on the lengths of prompt and output. Only the last tokens of the prompt are read,
+    because the text of a token depends at most on the token before it, and a character has at most four bytes.
 
     Args:
         tokenizer: tokenizer of the model.
-        prompt_token_ids: the prompt, or its end; None: the tokens begin a text.
+        prompt_token_ids: the prompt, or its last tokens; None: the tokens start a new text.
         skip_special_tokens: leave special tokens out.
         own_bytes_only: leave out the bytes of a character that begins in the prompt.
     """
@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
         self._skip_special = skip_special_tokens
         self._utf8 = self._continuations.utf8_decoder()
         self._ids: list[int] = []
-        """Tokens to decode again at the next call: the last token or, without `is_exact`, the last few."""
+        """Tokens to decode again at the next call: the last token or, if decoding is not `is_exact`, the last few."""
         self._window_read = 0
         self._begins = prompt_token_ids is None
         for token_id in () if prompt_token_ids is None else prompt_token_ids[-_PROMPT_TAIL:]:
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
         return self._utf8.decode(b"", final=True) if self._continuations.is_exact else self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
-        """Decode the window with and without its new tokens."""
+        """Return the text that the window's new tokens add, by decoding the window with and without them."""
         read = self._window_read
         now = self._decode(self._ids)
         if now.endswith("\ufffd") and not final and len(self._ids) - read < _MAX_UNREAD:
@@ -99,7 +99,8 @@ class _Matcher:
             self._fail[i] = k
 
     def feed(self, char: str) -> bool:
-        """Return whether the text now ends with the whole pattern; `matched` is then the length of its longest border."""
+        """Return True if the text now ends with the whole pattern; `matched` is then the length of the pattern's
+        longest border."""
         k, pattern = self.matched, self.pattern
         while k and char != pattern[k]:
             k = self._fail[k - 1]
@@ -115,7 +116,7 @@ class StopChecker:
     """Finds the first stop string in text that arrives in pieces.
 
     The text ends at the first character that completes a stop string; if it completes several, the longest counts. The
-    result does not depend on how the text is cut into pieces.
+    result does not depend on how the text is split into pieces.
 
     Args:
         stop: stop strings, none empty.
@@ -123,7 +124,7 @@ class StopChecker:
     """
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool = False) -> None:
-        # Longest first: if a character completes several, the first of them counts.
+        # Longest first: if a character completes several stop strings, the first in this list counts.
         self._matchers = [_Matcher(s) for s in sorted(stop, key=len, reverse=True)]
         self._include = include_in_output
         self._held = ""
@@ -156,7 +157,7 @@ class StopChecker:
         return pending[: len(pending) - keep], None
 
     def flush(self) -> str:
-        """Return the held-back text, which did not become a stop string."""
+        """Return the held-back text, which turned out not to be a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -166,7 +167,7 @@ class OutputText:
 
     Args:
         tokenizer: tokenizer of the model.
-        prompt_token_ids: the prompt, or its last tokens; None: the output begins a text.
+        prompt_token_ids: the prompt, or its last tokens; None: the output starts a new text.
         stop: stop strings, none empty.
         min_tokens: number of tokens before which stop strings are ignored.
         include_stop_str_in_output: keep the matched string at the end of the text.

@@ -1,7 +1,7 @@
 """Fill-in-the-middle prompts, with the special tokens that code models were trained with.
 
-The vocabulary of a model determines its form. Prefix, suffix and files are encoded as plain text, so that they cannot
-contain special tokens of the form.
+The vocabulary of a model determines the prompt format. Prefix, suffix and files are encoded as plain text, so that they
+cannot contain special tokens of the format.
 """
 
 import functools
@@ -16,15 +16,15 @@ class _Form(NamedTuple):
     prefix: str
     suffix: str
     middle: str | None
-    """Token after the texts; None: there is no such token."""
+    """Token after the prefix and the suffix; None: the format has no such token."""
     suffix_first: bool = False
     """True if the suffix comes before the prefix."""
     ends: tuple[str, ...] = ()
-    """Tokens that end an answer, besides the end tokens of every output and the tokens of the form."""
+    """Tokens that end an answer, besides the end tokens of every output and the other tokens of the format."""
     names: tuple[str, ...] = ()
-    """Tokens before the name of a repository; a model has at most one."""
+    """Tokens that may precede the name of a repository; a vocabulary has at most one of them."""
     files: tuple[str, ...] = ()
-    """Tokens before a file; a model has at most one."""
+    """Tokens that may precede a file; a vocabulary has at most one of them."""
 
 
 _FORMS = (
@@ -47,7 +47,7 @@ _FORMS = (
     # Seed-Coder
     _Form("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
 )  # fmt: skip
-"""Known forms, in the order in which they are tried."""
+"""Known formats, in the order in which they are tried."""
 
 _SNIPPET = "\n\n--- snippet ---\n\n"
 """Text before a file if the vocabulary has no token for files, as in llama.cpp."""
@@ -65,7 +65,7 @@ class FillInMiddle:
 
     Args:
         tokenizer: tokenizer of the model.
-        form: the form whose tokens the vocabulary has.
+        form: the format whose tokens the vocabulary has.
     """
 
     def __init__(self, tokenizer: Tokenizer, form: _Form) -> None:
@@ -78,19 +78,19 @@ class FillInMiddle:
         self.stop_token_ids = sorted({end for end in ends if end is not None})
         """Tokens that end an answer, in addition to the end tokens of every output: after them, a model would begin
         another file."""
-        # The special tokens that the tokenizer puts before a text, without those that it puts after it.
+        # The special tokens that the tokenizer puts before text, but not those that it puts after text.
         around, text = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
         self._beginning = around[: next((i for i in range(len(around)) if around[i : i + len(text)] == text), 0)]
         self._space = "" if tokenizer.encode_continuation("a") == text else " "
-        """Space that SentencePiece puts before the first text: models were trained with it before the prefix, not
-        before the suffix."""
+        """Space that SentencePiece puts before the first text of a prompt: models were trained with it before the
+        prefix but not before the suffix."""
 
     def prompt(self, prefix: str, suffix: str, *, begun: str = "", files: Sequence[ExtraFile] = ()) -> list[int]:
         """Return the token ids of a prompt.
 
         Args:
             prefix: text before the answer.
-            suffix: text after it.
+            suffix: text after the answer.
             begun: start of the answer, placed after `prefix`.
             files: additional context at the start of the prompt.
         """
@@ -101,7 +101,7 @@ class FillInMiddle:
         return [*self._beginning, *self._context(files), *texts, *self._middle]
 
     def _context(self, files: Sequence[ExtraFile]) -> list[int]:
-        """Return the token ids of the files, in the form that models were trained with."""
+        """Return the token ids of the files, in the format that models were trained with."""
         if not files:
             return []
         ids = [] if self._name is None else [self._name, *self._text("project\n")]
@@ -131,7 +131,7 @@ def fill_in_middle(tokenizer: Tokenizer | None, field: str) -> FillInMiddle:
     """Return the prompt builder of a model.
 
     Args:
-        tokenizer: tokenizer of the model; None: it has no tokenizer.
+        tokenizer: tokenizer of the model; None: the model has no tokenizer.
         field: name of the request field that needs the builder, for errors.
 
     Raises:
@@ -147,5 +147,5 @@ def fill_in_middle(tokenizer: Tokenizer | None, field: str) -> FillInMiddle:
 
 
 def fills_in_middle(tokenizer: Tokenizer | None) -> bool:
-    """Return whether a model has fill-in-the-middle tokens."""
+    """Return True if a model has fill-in-the-middle tokens."""
     return tokenizer is not None and _of(tokenizer) is not None

@@ -13,7 +13,7 @@ def plain_json(field: str, value: Any, depth: int = 0) -> Any:
     """Return a copy of a JSON value that consists of plain Python types.
 
     Raises:
-        InvalidRequestError: the value is not JSON, or nested too deeply.
+        InvalidRequestError: the value is not JSON, or is nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise InvalidRequestError(field, f"nested more deeply than {MAX_DEPTH} levels")
@@ -23,7 +23,7 @@ def plain_json(field: str, value: Any, depth: int = 0) -> Any:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise InvalidRequestError(field, "holds text that is not Unicode") from None
+            raise InvalidRequestError(field, "contains text that is not Unicode") from None
         return str(value)
     if isinstance(value, int) and abs(value) < 10**20:
         return int(value)
@@ -33,4 +33,4 @@ def plain_json(field: str, value: Any, depth: int = 0) -> Any:
         return {plain_json(field, k, depth + 1): plain_json(field, v, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(field, item, depth + 1) for item in value]
-    raise InvalidRequestError(field, f"holds a value of type {type(value).__name__} that is not JSON")
+    raise InvalidRequestError(field, f"contains a value of type {type(value).__name__} that is not JSON")

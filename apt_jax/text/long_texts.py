@@ -1,7 +1,7 @@
 """Tokenization of long texts in a child process (`apt_jax.text.tokenize_worker`).
 
-Tokenizing megabytes of text takes seconds and hundreds of megabytes of memory. In a separate process, it neither blocks
-threads of this process nor kills it if memory is short, and the memory is returned to the system.
+Tokenizing megabytes of text takes seconds and hundreds of megabytes of memory. In a child process, this neither blocks
+the server's threads nor kills the server if memory runs out, and the memory is returned to the system.
 """
 
 import threading
@@ -17,9 +17,9 @@ from apt_jax.utils.worker_process import ChildDiedError, ChildGoneError, ChildPr
 LONG_CHARS = 32 << 10
 """Length in characters above which a text is tokenized in the child."""
 MEMORY_BYTES = 1 << 30
-"""Memory that the child may use for one text."""
+"""Memory in bytes that the child may use for one text."""
 TIME_LIMIT_S = 60.0
-"""Wall-clock limit for one text, generous enough for a busy machine."""
+"""Wall-clock limit for one text in seconds, generous enough for a busy machine."""
 _START_LIMIT_S = 60.0
 _NICE = 5
 """Niceness of the child, so that the engine's threads take precedence."""

@@ -1,10 +1,10 @@
-"""Text that records which of its parts a chat template wrote.
+"""Strings that record which of their characters a chat template wrote.
 
 `Text` is a `str` in which runs of characters are marked as written by the template. Methods, operators and Jinja's
 filters keep the marks. If an operation loses them, its result counts as content: unmarked text never counts as written
 by the template.
 
-The file imports nothing from the package, so that `chat_worker` is small and quick to start.
+This file imports nothing from the package, so that `chat_worker` is small and starts quickly.
 """
 
 import bisect
@@ -17,11 +17,11 @@ Runs = tuple[tuple[int, int], ...]
 """Half-open ranges of characters in order, non-empty and not adjacent."""
 
 _CONVERSION = re.compile(r"%(?:\((\w{1,64})\))?[sd%]")
-"""The supported conversions; a text with other conversions becomes content."""
+"""The supported conversions; the result of formatting with other conversions counts as content."""
 
 
 class Text(str):
-    """A text with marks; `Text(value)` has no marks. Methods are those of `str`; their results keep the marks."""
+    """A string with marks; `Text(value)` has no marks. The methods are those of `str`; their results keep the marks."""
 
     _runs: Runs = ()  # a public name could be read by templates
 
@@ -125,26 +125,26 @@ class Text(str):
 
 
 def written(text: str) -> Text:
-    """Return the text with all characters marked as written by the template."""
+    """Return a string with all characters marked as written by the template."""
     return _marked(text, ((0, len(text)),) if text else ())
 
 
 def changed(text: str, value: str) -> Text:
-    """Return `value`, derived from `text`, with its marks: character by character if the lengths match, else on all of
-    `value` if all of `text` is marked."""
+    """Return `value`, derived from `text`, with the marks of `text`: character by character if the lengths are equal;
+    if not, all of `value` is marked if all of `text` is."""
     if len(value) == len(text):
         return _marked(value, _runs(text))
     return written(value) if _runs(text) == ((0, len(text)),) else Text(value)
 
 
 def runs_of(text: str) -> Runs:
-    """Return the ranges of a text that the template wrote."""
+    """Return the ranges of a string that the template wrote."""
     return _runs(text)
 
 
 def as_text(value: object) -> str:
-    """Return a value as text, as templates write it. Numbers are marked, since no special token consists of digits
-    only."""
+    """Return a value as text, as templates write it. Numbers, booleans and None are marked, since no special token
+    consists of such text."""
     if isinstance(value, str):
         return value
     return written(str(value)) if value is None or isinstance(value, int | float) else str(value)
@@ -166,7 +166,7 @@ def concat(pieces: Iterable[str]) -> Text:
 
 
 def content_of(value: Any) -> Any:
-    """Return a copy of a JSON value in which every text, names included, is a `Text` without marks."""
+    """Return a copy of a JSON value in which every string, keys included, is a `Text` without marks."""
     if isinstance(value, str):
         return Text(value)
     if isinstance(value, list):
@@ -177,7 +177,7 @@ def content_of(value: Any) -> Any:
 
 
 def constant(value: Any) -> Any:
-    """Return a constant of a template with every text in it marked."""
+    """Return a constant of a template with every string in it marked."""
     if isinstance(value, str):
         return written(value)
     if isinstance(value, list | tuple):
@@ -214,7 +214,8 @@ def _part(text: Text, start: int, end: int) -> Text:
 
 
 def _parts(text: Text, parts: Sequence[str], sep: str | None) -> list[str]:
-    """Return the parts of a text in order, separated by `sep`, or by whitespace if it is None."""
+    """Return the given parts of a string with their marks; they were separated by `sep`, or by whitespace if it is
+    None."""
     if not text._runs:
         return list(map(Text, parts))
     made: list[str] = []
@@ -228,7 +229,7 @@ def _parts(text: Text, parts: Sequence[str], sep: str | None) -> list[str]:
 
 
 def _formatted(text: Text, values: Any) -> str:
-    """Return `text % values` with marks, if all its conversions are supported."""
+    """Return `text % values` with marks; the result is wrong if `text` has unsupported conversions (see `_if_same`)."""
     pieces: list[str] = []
     at = taken = 0
     for found in _CONVERSION.finditer(text):

@@ -1,4 +1,4 @@
-"""Regular expressions built from literal texts."""
+"""Regular expressions built from literal strings."""
 
 import itertools
 import re
@@ -8,21 +8,21 @@ from collections.abc import Iterable, Sequence
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of `texts`, the longest at each position.
 
-    The time to search does not grow with the number of texts, which is in the thousands for special tokens: common
-    prefixes are compared once.
+    Common prefixes are compared only once, so the search time does not grow with the number of strings; there can be
+    thousands of special tokens.
 
     Args:
-        texts: at least one, none empty.
+        texts: strings to match; at least one, none empty.
     """
     ordered = sorted(set(texts))
     try:
         return re.compile(_tree(ordered))
-    except RecursionError:  # hundreds of texts, each a prefix of the next
+    except RecursionError:  # hundreds of strings, each a prefix of the next
         return re.compile("|".join(map(re.escape, sorted(ordered, key=len, reverse=True))))
 
 
 def _tree(texts: Sequence[str]) -> str:
-    """Return a pattern that branches after common prefixes, for sorted, distinct texts."""
+    """Return a pattern that branches after common prefixes, for sorted, distinct strings."""
     first, last = texts[0], texts[-1]
     shared = first[
         : sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

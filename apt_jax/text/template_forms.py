@@ -1,7 +1,7 @@
-"""Detects which forms of messages a chat template accepts by rendering samples.
+"""Detects, by rendering samples, which message formats a chat template accepts.
 
-Templates differ: content may be a text or a list of parts, and arguments of calls may be objects or JSON text. Given
-the wrong form, some templates silently write nothing.
+Templates differ: content may be a string or a list of parts, and arguments of calls may be objects or JSON text. Given
+the wrong format, some templates silently write nothing.
 """
 
 import dataclasses
@@ -23,25 +23,25 @@ _BEFORE_AND_AFTER: dict[str, tuple[list[Any], list[Any]]] = {
         [],
     ),
 }
-"""Messages before and after the sample message, by role."""
+"""Messages before and after the sample message, keyed by the sample's role."""
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
-"""Renders messages; returns None if the template fails."""
+"""Function that renders messages; it returns None if the template fails."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TemplateForms:
-    """Forms of messages that a template accepts."""
+    """Message formats that a template accepts."""
 
     part_roles: frozenset[str] = frozenset()
-    """Roles whose content may be several parts."""
+    """Roles whose content may be a list of several parts."""
     no_text_roles: frozenset[str] = frozenset()
     """Roles whose content must be a list of parts."""
     arguments_as_text: bool = False
     """True if the template takes the arguments of calls as JSON text."""
 
     def content(self, role: str, content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-        """Return message content in a form that the template accepts."""
+        """Return message content in a format that the template accepts."""
         role = role if role in _BEFORE_AND_AFTER else "user"
         if not isinstance(content, str):
             if role in self.part_roles:
@@ -56,11 +56,11 @@ def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def find_forms(source: str, render: Render) -> TemplateForms:
-    """Find out which forms of messages a template accepts.
+    """Determine which message formats a template accepts.
 
     Args:
-        source: Jinja text of the template.
-        render: function that renders messages with it.
+        source: Jinja source of the template.
+        render: function that renders messages with the template.
     """
     part_roles, no_text_roles = set(), set()
     for role in _BEFORE_AND_AFTER if _PARTS_WORD.search(source) else ():  # otherwise it does not support parts

@@ -52,7 +52,7 @@ RESERVED = frozenset(
 
 
 def checked_template_kwargs(value: object) -> dict[str, Any]:
-    """Return the variables as plain JSON values.
+    """Check and return the variables as plain JSON values.
 
     Raises:
         InvalidRequestError: the value is not an object, has too many or too large values, or uses a reserved name.

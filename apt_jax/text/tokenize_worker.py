@@ -1,7 +1,7 @@
 """The process that tokenizes long texts: `python -P tokenize_worker.py`, driven by `apt_jax.text.long_texts`.
 
 The `tokenizers` library takes 100 to 200 bytes of memory per token for seconds, and aborts its process if memory runs
-out. Here this fails only one text.
+out. In this process, that fails only one text.
 
 Protocol: one line of JSON in each direction. First `{"tokenizer", "memory_bytes", "nice", "alarm_s"}`, answered by
 `{}`; then any number of
@@ -53,7 +53,7 @@ def serve() -> None:
 
     setup = json.loads(sys.stdin.readline())
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(setup["tokenizer"]))
-    tokenizer.encode("a")  # starts its threads, so that they have stacks before memory is limited
+    tokenizer.encode("a")  # starts the library's threads, so that they have their stacks before memory is limited
     with contextlib.suppress(OSError, ValueError):  # not Linux: only the time is limited
         limit(setup["memory_bytes"])
     with contextlib.suppress(OSError):
@@ -61,7 +61,7 @@ def serve() -> None:
     answer(None)
     while line := sys.stdin.readline():
         job = json.loads(line)
-        # If the parent is gone and cannot kill this process, the default action of the signal does.
+        # If the parent has exited and cannot kill this process, the default action of the signal does.
         signal.alarm(setup["alarm_s"])
         if "template" in job:
             ids = tokenizer.encode_template(job["template"], job["written"])

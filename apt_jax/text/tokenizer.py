@@ -3,7 +3,7 @@
 * `load_tokenizer` reads the tokenizer of a model directory or GGUF file into a `Tokenizer`. Text that looks like a
   special token is encoded as plain text: only the tokenizer's own template adds special tokens.
 * `IncrementalDetokenizer` turns tokens into text one by one, as the continuation of a prompt. A character whose bytes
-  are spread over several tokens is returned whole, with its last byte.
+  are spread over several tokens is returned whole, when its last byte arrives.
 * `StopChecker` finds stop strings across token boundaries, and holds back text that may still become a stop string, so
   that streamed text never has to be retracted.
 * `OutputText` combines both for one request.
@@ -46,7 +46,7 @@ _NEAR_END = 16
 """Number of tokens at the end of a prompt that are searched for a text token. Longer runs of special tokens are rare."""
 _QUICK_CHARS = 1024
 _QUICK_TOKENS = 1024
-"""Texts with more tokens are encoded and decoded as a batch of one, since only then does the library release the GIL."""
+"""Longer texts are encoded and decoded as a batch of one, since only then does the library release the GIL."""
 
 
 class Tokenizer:
@@ -56,10 +56,10 @@ class Tokenizer:
         backend: the library's tokenizer; its handling of special tokens is changed (see the module docstring).
 
     Attributes:
-        continuations: bytes that tokens add to a text that has already begun.
+        continuations: bytes that each token adds to preceding text.
         is_byte_level: True if tokens are written in the byte alphabet of GPT-2.
         vocab_size: ids are in [0, vocab_size).
-        path: the directory or GGUF file that it was read from, if any.
+        path: the directory or GGUF file from which the tokenizer was read, if any.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, path: Path | None = None) -> None:
@@ -88,8 +88,8 @@ class Tokenizer:
         self._longest_token = max(
             (len(byte_level_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1
         )
-        # A normaliser may shorten text (strip, compose characters), and an added token may swallow the spaces around
-        # it: then the length of a text gives no bound.
+        # A normaliser may shorten text (strip, compose characters), and an added token may absorb the spaces around
+        # it; then the length of a text gives no bound on its number of tokens.
         self._bounded = (
             self.is_byte_level
             and backend.normalizer is None
@@ -108,7 +108,8 @@ class Tokenizer:
         return self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; `add_special_tokens` adds those of its template (OPT: `</s>` first).
+        """Return the token ids of `text`; `add_special_tokens` adds the special tokens of the tokenizer's template
+        (OPT: `</s>` first).
 
         Raises InvalidRequestError if a long text takes too much time or memory (`use_child_for_long_texts`).
         """
@@ -140,8 +141,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _continuing(self) -> tokenizers.Tokenizer:
-        """Like `_plain`, for text inside a prompt: no space is put before it if only the first text of a prompt gets a
-        space."""
+        """Like `_plain`, but for text inside a prompt: without a space before it if the tokenizer adds a space only at
+        the start of a prompt."""
         fields = json.loads(self._plain.to_str())
         changed = False
 
@@ -161,7 +162,7 @@ class Tokenizer:
         return backend
 
     def encode_template(self, text: str, written: Sequence[Sequence[int]]) -> list[int]:
-        """Return the token ids of a prompt whose special tokens are written out; no other special tokens are added.
+        """Return the token ids of a prompt that contains its special tokens as text; no other special tokens are added.
 
         If the template wrote all special tokens in the text, the text is encoded as a whole. Otherwise it is encoded in
         parts that end at the special tokens of the template.
@@ -188,7 +189,7 @@ class Tokenizer:
         return self._encode_parts(text, found)
 
     def _special_counts(self, ids: Iterable[int | None]) -> collections.Counter[int | None]:
-        """Count each special token, except the token for unknown text, which is plain text."""
+        """Count each special token, except the token for unknown text, which counts as plain text."""
         return collections.Counter(i for i in ids if i in self.special_ids and i != self._unknown_id)
 
     def _encode_parts(self, text: str, found: Iterable[re.Match[str]]) -> list[int]:
@@ -201,7 +202,7 @@ class Tokenizer:
 
         for match in found:
             token, start, stop = self._special_tokens[match[0]], match.start(), match.end()
-            # A token may swallow the spaces beside it.
+            # A token may absorb the spaces next to it.
             if token.lstrip:
                 start = end + len(text[end:start].rstrip())
             if token.rstrip:
@@ -259,8 +260,7 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int, after: int | None = None) -> str | None:
-        """Return the text that a token adds to a text that has already begun, including special tokens; None for an id
-        without a token.
+        """Return the text that a token, special or not, adds to preceding text; None for an id without a token.
 
         Args:
             token_id: the token. Incomplete characters become U+FFFD.
@@ -318,7 +318,7 @@ def _without_pieces(fields: dict[str, Any], special: set[str]) -> dict[str, Any]
 
 
 def _end_of_space(text: str, at: int) -> int:
-    """Return the index after the whitespace that begins at `at`, or `at` without whitespace."""
+    """Return the index after the whitespace that begins at `at`, or `at` if another character is there."""
     found = _SPACE.match(text, at)
     return at if found is None else found.end()
 
@@ -330,7 +330,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
 
 
 def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> Tokenizer:
-    """Read the tokenizer of a model: tokenizer.json, else vocab.json with merges.txt (GPT-2's kind), or a GGUF file.
+    """Read the tokenizer of a model: tokenizer.json, else vocab.json with merges.txt (GPT-2's format), or a GGUF file.
 
     Args:
         path: a directory, or a ``.gguf`` file.
@@ -372,8 +372,8 @@ def _check_rows(file: Path, tokenizer: Tokenizer, num_rows: int) -> None:
 
 
 def _check_ids(file: Path, backend: tokenizers.Tokenizer) -> None:
-    """Reject ids that the library accepts but cannot serialize: an id shared by two tokens, of which it writes only one,
-    and extremely large ids, since it iterates up to the largest."""
+    """Reject ids that the library accepts but cannot serialize: an id shared by two tokens, of which it writes only
+    one, and extremely large ids, since it iterates up to the largest id."""
     seen: dict[int, str] = {}
     for token, token_id in backend.get_vocab(with_added_tokens=True).items():
         if token_id >= _MAX_VOCAB_SIZE:
@@ -438,7 +438,7 @@ def _read_text(file: Path) -> str:
 
 
 def _read_vocabulary(file: Path) -> str:
-    """Read JSON with a vocabulary, which may take more memory for its size than other JSON files."""
+    """Read a JSON file with a vocabulary, which may take more memory relative to its size than other JSON files."""
     text = _read_text(file)
     check_json_memory(text.encode(), str(file), is_vocabulary=True)
     return text

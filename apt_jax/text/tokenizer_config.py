@@ -1,4 +1,4 @@
-"""The files beside a tokenizer.json that change its ids: tokenizer_config.json, special_tokens_map.json and
+"""The files next to a tokenizer.json that change its token ids: tokenizer_config.json, special_tokens_map.json and
 added_tokens.json.
 
 They may declare tokens that tokenizer.json lacks, which get the next ids, and ask for a space before the first word.
@@ -51,7 +51,7 @@ _SENTENCEPIECE = {
     },
 }
 _DEFAULTS = {**_BYTE_LEVEL, **_SENTENCEPIECE}
-"""Special tokens of a class if tokenizer_config.json does not name them."""
+"""Special tokens of each class, used if tokenizer_config.json does not name them."""
 
 _CLASS_OF_MODEL = {
     **dict.fromkeys(("gpt2", "opt"), "GPT2Tokenizer"),
@@ -60,9 +60,9 @@ _CLASS_OF_MODEL = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     "code_llama": "CodeLlamaTokenizer",
 }
-"""Tokenizer class by ``model_type``, if no class is declared."""
+"""Tokenizer class for each ``model_type``, used if no class is declared."""
 _NO_CLASS = ("mistral", "ministral", "phi3", "olmo2")
-"""Values of ``model_type`` that use the file unchanged, regardless of the declared class."""
+"""Values of ``model_type`` whose tokenizer.json is not adapted to a class, whatever class is declared."""
 
 
 def json_object(file: Path) -> dict[str, Any]:
@@ -132,10 +132,10 @@ def _steps(backend: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def _token(value: Any, where: str, *, special: bool = False) -> tokenizers.AddedToken:
-    """Return an added token from its text or its description."""
+    """Return an added token, given as its text or as an object that describes it."""
     fields = {"content": value} if isinstance(value, str) else value
     if not isinstance(fields, Mapping) or not isinstance(fields.get("content"), str):
-        raise ModelLoadError(f"{where}={value!r:.60} must be a token: a text, or an object with its content")
+        raise ModelLoadError(f"{where}={value!r:.60} must be a token: a string, or an object with a content field")
     flags = {name: fields[name] for name in _FLAGS if name in fields}
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise ModelLoadError(f"{where}={value!r:.60} must have true or false for {', '.join(flags)}")
@@ -154,7 +154,7 @@ def _declared_tokens(
         directory: directory of the files.
         config: contents of tokenizer_config.json.
         name: class from `_class_of`.
-        present: added tokens of tokenizer.json, by text.
+        present: added tokens of tokenizer.json, keyed by text.
     """
     file = directory / "tokenizer_config.json"
     is_old = "added_tokens_decoder" not in config
@@ -191,7 +191,7 @@ def _declared_tokens(
 
 
 def _declared_by_id(directory: Path, config: Mapping[str, Any], specials: set[str]) -> list[tokenizers.AddedToken]:
-    """Return the tokens that are declared with ids, ordered by id."""
+    """Return the tokens that are declared with their ids, ordered by id."""
     file = directory / "tokenizer_config.json"
     decoder = config.get("added_tokens_decoder")
     if decoder is None:
@@ -220,7 +220,7 @@ def apply_config(directory: Path, backend: tokenizers.Tokenizer, default_class: 
         default_class: class if neither a class nor a model type is declared.
 
     Raises:
-        ModelLoadError: a file is damaged or a field malformed.
+        ModelLoadError: a file is damaged, or a field is malformed.
     """
     config = _optional(directory / "tokenizer_config.json")
     name = _class_of(directory, config, backend) or default_class
@@ -241,7 +241,7 @@ def apply_config(directory: Path, backend: tokenizers.Tokenizer, default_class: 
 
 
 def _parts(step: Any) -> list[dict[str, Any]]:
-    """Return a step or, for a sequence, its parts."""
+    """Return a step and, if it is a sequence, all steps nested in it."""
     if not isinstance(step, dict):
         return []
     inner = [part for name in _SEQUENCES if name in step for part in step[name]]
@@ -263,7 +263,7 @@ def _set_byte_level_prefix(backend: tokenizers.Tokenizer, prefix: bool) -> None:
 
 
 def _set_word_prefix(backend: tokenizers.Tokenizer, prefix: bool, scheme: str) -> None:
-    """Set whether a SentencePiece tokenizer puts a space before the first word."""
+    """Make a SentencePiece tokenizer put a space before the first word if `prefix` is True, and no space otherwise."""
     steps = _steps(backend)
     words = [part for part in _parts(steps["pre_tokenizer"]) if part.get("type") == "Metaspace"]
     prepends = any(part.get("type") == "Prepend" for part in _parts(steps["normalizer"]))

@@ -14,10 +14,10 @@ _INSTRUCTIONS = (
 def tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """Return the conversation as text messages only.
+    """Return the conversation with text messages only.
 
-    Definitions are at the end of the system message (or of a new one), calls in the content of assistant messages, and
-    tool results in user messages.
+    Tool definitions go to the end of the system message, which is added if missing; calls go into the content of
+    assistant messages, and tool results into user messages.
 
     Args:
         messages: checked messages.

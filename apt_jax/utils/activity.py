@@ -1,6 +1,6 @@
-"""Names of long stages of a start that have no countable parts, for progress reports.
+"""Names of long startup stages that have no countable parts, for progress reports.
 
-Work in other threads is not named; the code that waits for it names the wait.
+Work in other threads is not named; instead, the code that waits for it names its wait.
 
 with activity("compiling the CPU kernels"):
     ...
@@ -17,7 +17,8 @@ _current: list[str] = []
 
 @contextlib.contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Name the process's activity within a `with` block; the name entered last is reported."""
+    """Name the process's activity within a `with` block; of nested or concurrent blocks, the one entered last is
+    reported."""
     with _lock:
         _current.append(what)
     try:

@@ -1,4 +1,4 @@
-"""Memory allocation of this process: freed memory kept by the C library, and pages of 2 MiB."""
+"""Memory allocation of this process: freed memory that the C library keeps, and 2 MiB pages."""
 
 import contextlib
 import ctypes
@@ -18,9 +18,9 @@ _NEVER = -1
 def keep_freed_memory() -> None:
     """Let this process keep up to 512 MiB of freed memory for later allocations.
 
-    Every step on a CPU allocates its intermediate results again. The GNU C library requests blocks of that size from
-    the system and returns them when freed, so the first touch of each page causes a page fault. This takes a third of
-    the time of matrix products of 512 rows. With other C libraries nothing is changed.
+    Every step on a CPU allocates its intermediate results again. The GNU C library requests blocks as large as these
+    from the system and returns them when they are freed, so the first access to each page causes a page fault. With
+    matrix products of 512 rows, the faults take a third of the time. With other C libraries nothing is changed.
     """
     if sys.platform != "linux":
         return
@@ -37,8 +37,8 @@ def keep_freed_memory() -> None:
 def huge_pages_for(num_bytes: int) -> Iterator[None]:
     """Let about `num_bytes` of the memory allocated within the `with` block use pages of 2 MiB, if Linux offers them.
 
-    Touching memory in small pages first and moving it afterwards takes seven times as long: 5.6 s for 4 GiB. Works with
-    the GNU C library after `keep_freed_memory`, because memory kept from a freed block is allocated next.
+    Using small pages first and moving the memory afterwards takes seven times as long: 5.6 s for 4 GiB. This works with
+    the GNU C library after `keep_freed_memory`, because the next allocations reuse the memory of a freed block.
     """
     library = ctypes.CDLL(None)
     if sys.platform != "linux" or num_bytes < _HUGE_PAGE or not hasattr(library, "gnu_get_libc_version"):
@@ -58,7 +58,7 @@ def huge_pages_for(num_bytes: int) -> Iterator[None]:
 
 def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> Iterator[None]:
     """Move frequently read memory to pages of 2 MiB, if Linux offers them (6.1 or newer). Reads become up to a third
-    faster, because the page table is 512 times smaller.
+    faster, because the page table becomes 512 times smaller.
 
     Moving takes 0.5 to 3 s per GiB, longer if free memory is fragmented. The memory may be in use during the move. The
     generator yields after each part of at most 128 MiB.
@@ -75,7 +75,7 @@ def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> Iterator[None]:
             start = page * _HUGE_PAGE
             filled[page] = filled.get(page, 0) + min(end, start + _HUGE_PAGE) - max(address, start)
     library = ctypes.CDLL(None)
-    # Neighbours in one call: each call waits until all cores have emptied their lists of pages.
+    # Adjacent pages share a call, because each call waits until all cores have drained their page lists.
     first = end = -1
     for page in sorted(page for page, size in filled.items() if size >= _HUGE_PAGE // 2):
         if page != end or end - first == _PAGES_PER_CALL:

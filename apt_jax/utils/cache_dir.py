@@ -1,4 +1,4 @@
-"""The cache directory, for reproducible files: calibrations, compiled programs, compiled kernels.
+"""The cache directory, for files that can be created again: calibrations, compiled programs, compiled kernels.
 
 A file is written under a temporary name, synced to disk and renamed. It ends with a digest of its content, so that
 files damaged by a crash or by a full or faulty disk are detected, removed and created again.
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _BEFORE_DIGEST = b"\nsha256 "
 _DIGEST_BYTES = len(_BEFORE_DIGEST) + hashlib.sha256().digest_size * 2 + 1
 _LEFT_OVER_S = 3600.0
-"""Age in seconds from which a temporary file counts as left over by a process that died."""
+"""Age in seconds from which a temporary file is considered left over by a process that died."""
 
 
 def cache_dir() -> Path:
@@ -33,7 +33,7 @@ def cache_dir() -> Path:
 
 @functools.cache
 def _log_not_kept(directory: Path, reason: str | None) -> None:
-    logger.warning("%s: cannot be written, so its files are made again at each start (%s)", directory, reason)
+    logger.warning("%s: cannot be written, so its files are created again at each start (%s)", directory, reason)
 
 
 def log_not_kept(error: OSError) -> None:
@@ -43,8 +43,8 @@ def log_not_kept(error: OSError) -> None:
 
 
 def private_dir(name: str) -> Path | None:
-    """Create a directory in `cache_dir` for code that will be run. If other users can write to it, this is logged and
-    None is returned."""
+    """Return a directory in `cache_dir` for code that will be run; it is created if missing. None, after a warning: it
+    cannot be created, or other users can write to it."""
     directory = cache_dir() / name
     try:
         directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -60,7 +60,7 @@ def private_dir(name: str) -> Path | None:
 
 
 def _refusal(directory: Path, status: os.stat_result) -> str | None:
-    """Return the reason why other users could put code into a directory of this status; None: they cannot."""
+    """Return the reason why other users could put code into a directory with this status; None: they cannot."""
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         return "it must belong to this user and be writeable by nobody else"
     # A user who can rename entries of the parent can replace this directory.
@@ -73,10 +73,10 @@ def _refusal(directory: Path, status: os.stat_result) -> str | None:
 
 
 def write_verified(path: Path, data: bytes) -> None:
-    """Write a file such that `read_verified` never returns a part of it, even after a crash.
+    """Write a file so that `read_verified` never returns only a part of it, even after a crash.
 
     Raises:
-        OSError: the file cannot be written; an existing file of this name is kept.
+        OSError: the file cannot be written; an existing file with this name is kept.
     """
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
     try:
@@ -120,8 +120,8 @@ def read_private(path: Path) -> bytes | None:
 
 
 def open_private(path: Path) -> int | None:
-    """Open a file with code in a `private_dir`, after checking the directory, the file's owner and its digest again.
-    The checks apply to the opened file, even if files are renamed in between.
+    """Open a file of code in a `private_dir` after checking the directory again, the file's owner and mode, and its
+    digest. The checks apply to the opened file, even if files are renamed in between.
 
     Returns:
         A file descriptor, which the caller closes; None: the file is missing or must not be run.
@@ -176,7 +176,7 @@ def remove_least_recent(directory: Path, pattern: str, keep: int) -> None:
 
 
 def remove_beyond(directory: Path, keep_bytes: int) -> None:
-    """Remove the least recently used files until the others take at most `keep_bytes`."""
+    """Remove the least recently used files until the remaining files take at most `keep_bytes`."""
     total = 0
     for _, path in _by_age(directory, "*"):
         with contextlib.suppress(OSError):
@@ -186,7 +186,8 @@ def remove_beyond(directory: Path, keep_bytes: int) -> None:
 
 
 def _by_age(directory: Path, pattern: str) -> list[tuple[float, Path]]:
-    """Return files with the seconds since they were written or opened, most recent first."""
+    """Return the files that match `pattern`, each with the seconds since it was written or opened, most recent
+    first."""
     now_s, found = time.time(), []
     for path in directory.glob(pattern):
         with contextlib.suppress(FileNotFoundError):

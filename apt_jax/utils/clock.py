@@ -1,5 +1,5 @@
-"""Clocks of the engine. The engine reads the time only from a clock, so that the simulator and tests can run the same
-code."""
+"""Clocks of the engine. The engine reads the time only from one of these clocks, so that the simulator and tests can
+run the same code."""
 
 import time
 from typing import Protocol

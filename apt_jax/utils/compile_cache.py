@@ -16,8 +16,8 @@ from apt_jax.utils import cache_dir
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 4 << 30
-"""Maximum size of all compiled programs in bytes, over all models and versions; the least recently used programs are
-removed."""
+"""Maximum size of all compiled programs in bytes, over all models and versions; beyond it, the least recently used
+programs are removed."""
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class CompiledPrograms:
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep an entry, if the disk can be written."""
+        """Store an entry; if the disk cannot be written, only log this."""
         try:
             cache_dir.write_verified(self._file(key), value)
         except OSError as error:
@@ -65,7 +65,7 @@ class CompiledPrograms:
         return found
 
     def executable(self, key: str) -> bytes | None:
-        """Return an entry in the form that the device's client deserialises; None: the entry is missing."""
+        """Return an entry in the format that the device's client deserialises; None: the entry is missing."""
         from jax._src import compilation_cache
 
         if os.path.basename(key) != key:
@@ -89,8 +89,8 @@ def kept_programs() -> CompiledPrograms | None:
 
 
 def keep_programs(directory: Path) -> bool:
-    """Make JAX keep compiled programs, verified, in a directory; return False if this version of JAX does not support
-    it."""
+    """Make JAX keep compiled programs in a directory, protected by digests; return False if this version of JAX does
+    not support this."""
     import jax
 
     try:
@@ -98,7 +98,9 @@ def keep_programs(directory: Path) -> bool:
 
         of_jax = compilation_cache.get_file_cache
     except (ImportError, AttributeError):
-        logger.warning("this version of JAX keeps compiled programs in another way; each start compiles them again")
+        logger.warning(
+            "this version of JAX does not support the cache of compiled programs, so each start compiles them"
+        )
         return False
 
     global _kept
@@ -112,6 +114,6 @@ def keep_programs(directory: Path) -> bool:
     compilation_cache.get_file_cache = file_cache
     jax.config.update("jax_compilation_cache_dir", str(directory))
     cache_dir.remove_leftovers(directory)
-    cache_dir.remove_least_recent(directory, "*-cache", 0)  # entries that JAX itself has written, without a digest
+    cache_dir.remove_least_recent(directory, "*-cache", 0)  # entries that JAX itself wrote, without a digest
     cache_dir.remove_beyond(directory, MOST_BYTES)
     return True

@@ -1,5 +1,5 @@
-"""The share of a GPU's memory that JAX may take. Does not import JAX, which reads the share once, when it initializes
-its devices."""
+"""The share of a GPU's memory that JAX may take. This module does not import JAX, which reads the share once, when it
+initializes its devices."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ MEMORY_FRACTION = 0.92
 """Default share of a GPU's memory for JAX. The rest holds the CUDA context, code, CUDA graphs and NCCL buffers, which
 JAX does not count."""
 _NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""The environment variable that jaxlib reads, and its older name; jaxlib refuses both at once."""
+"""The environment variable that jaxlib reads, and its older name; jaxlib raises an error if both are set."""
 
 
 def set_memory_fraction() -> bool:
@@ -49,6 +49,6 @@ def memory_fraction() -> float:
 
 
 def _jax_has_looked() -> bool:
-    from jax._src import xla_bridge  # it has no public name
+    from jax._src import xla_bridge  # this has no public name
 
     return xla_bridge.backends_are_initialized()

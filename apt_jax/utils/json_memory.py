@@ -1,4 +1,4 @@
-"""Bound on the memory that parsing a model's JSON file takes, checked before parsing."""
+"""Limit on the memory that parsing a model's JSON file takes, checked before parsing."""
 
 import re
 
@@ -7,14 +7,14 @@ from apt_jax.errors import ModelLoadError
 MAX_JSON_BYTES = 32 << 20
 """Maximum size in bytes of JSON files other than tokenizers; the largest known index is half as large."""
 _VOCABULARY_TIMES = 16
-"""Memory allowed for files that describe tokens, as a multiple of the file's size; the largest vocabularies, without
-whitespace, need 15."""
+"""Additional memory allowed for files that describe tokens, as a multiple of the file's size; the largest vocabularies,
+stored without whitespace, need 15."""
 _BESIDE_BYTES = 40 << 20
-"""Memory in bytes that the values of any file may take, however small the file is."""
+"""Memory in bytes that the values of any file may take, no matter how small the file is."""
 _MOST_BYTES = 512 << 20
 _BYTES_OF = {b"[": 170, b"{": 1000, b",": 100, b":": 130}
-"""Estimated bytes of memory per array, object, item and named value, by the character that marks them. Python needs
-half of it; the tokenizers library needs all of it for values whose type is not known at once."""
+"""Estimated bytes of memory per array, object, item and named value, keyed by the character that marks it. Python needs
+half of this; the tokenizers library needs all of it for values whose type it does not know in advance."""
 _FOUR_BYTES = re.compile(rb"[\xf0-\xff]")
 
 
@@ -34,13 +34,13 @@ def check_json_memory(text: bytes, where: str, *, allowance: int = 0, is_vocabul
     needed = sum(text.count(mark) * num_bytes for mark, num_bytes in _BYTES_OF.items())
     if is_vocabulary:
         allowance += _VOCABULARY_TIMES * len(text)
-    elif not text.isascii():  # Python stores all characters of a text as wide as the widest
+    elif not text.isascii():  # Python stores every character of a string as wide as its widest
         needed += 2 * (3 if _FOUR_BYTES.search(text) else 1) * len(text)
     most = min(_BESIDE_BYTES + allowance, _MOST_BYTES)
     if needed > most:
         raise ModelLoadError(
-            f"{where}: as JSON it would take {needed / 2**20:.0f} MiB of memory ({text.count(b'[')} arrays, "
-            f"{text.count(b'{')} objects, {text.count(b':')} named values), more than the {most >> 20} MiB for such a file"
+            f"{where}: parsing it would take {needed / 2**20:.0f} MiB of memory ({text.count(b'[')} arrays, "
+            f"{text.count(b'{')} objects, {text.count(b':')} named values), more than the {most >> 20} MiB allowed for such a file"
         )
 
 

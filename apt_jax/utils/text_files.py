@@ -1,4 +1,5 @@
-"""Text files from users: common encodings and line ends are accepted; errors are one line that names a remedy."""
+"""Reads text files from users: common encodings and line endings are accepted; errors are one line and name a
+remedy."""
 
 from pathlib import Path
 
@@ -8,7 +9,7 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def read_text(path: str | Path, flag: str) -> str:
-    """Return the text of a file, with ``\\n`` for every line end and without a byte order mark.
+    """Return the text of a file, with ``\\n`` for every line ending and without a byte order mark.
 
     Args:
         path: file in UTF-8, or in UTF-16 with a byte order mark.
@@ -26,7 +27,7 @@ def read_text(path: str | Path, flag: str) -> str:
 
 
 def decode(data: bytes, name: str, flag: str) -> str:
-    """Like `read_text`, but takes the bytes of the file; `name` is for errors."""
+    """Decode the bytes of a file like `read_text`; `name` is the file's name in errors."""
     try:
         text = data.decode("utf-16" if data.startswith(_UTF_16) else "utf-8-sig")
     except UnicodeDecodeError as error:

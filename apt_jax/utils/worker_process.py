@@ -1,5 +1,5 @@
 """A child process that answers one JSON line at a time. It handles untrusted programs and texts, whose processing may
-never end.
+never finish.
 
 The child runs a script that limits its own memory and imports little. Messages are JSON over pipes, not pickle; an
 answer with `payload_bytes` is followed by this number of raw bytes.
@@ -40,8 +40,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class ChildProcess:
-    """A process `python -P FILE`, for use by one thread at a time. It is killed with this object, and after any
-    question that was not answered.
+    """A process `python -P FILE`, for use by one thread at a time. It is killed when this object is closed or
+    garbage-collected, and after any question that it did not answer.
 
     Args:
         script: file that reads questions and writes answers, one JSON object per line.
@@ -72,13 +72,13 @@ class ChildProcess:
         """Send a question and return the answer. Bytes that follow the answer are stored in it as `payload`.
 
         Raises:
-            ChildTimeoutError: no answer after `limit_s` seconds of wall time.
+            ChildTimeoutError: no answer within `limit_s` seconds of wall time.
             ChildGoneError: the child had exited before the question.
             ChildDiedError: the child exited while answering, or its answer is not JSON.
         """
         try:
             return self._ask(question, limit_s)
-        except BaseException:  # also an interruption: a late answer must not be read as the next question's answer
+        except BaseException:  # interruptions too: a late answer must not be read as the answer to the next question
             self.close()
             raise
 

@@ -1,7 +1,7 @@
-"""Bounds of a request: constants, the table of request fields, and the limits of one engine.
+"""Bounds on requests: constants, the table of request fields, and the limits of one engine.
 
-`REQUEST_FIELDS` declares type, bounds and default of every field once. The checks of this package, the OpenAPI
-document, the flags of `apt-jax generate`, `chat` and `bench` and the docs table read it.
+`REQUEST_FIELDS` declares type, bounds and default of every field once. It is used by the checks of this package, the
+OpenAPI document, the flags of `apt-jax generate`, `chat` and `bench`, and the docs table.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ MAX_GRAMMAR_BYTES = 64 << 10
 """Maximum size in bytes of a schema, regular expression or grammar, and of all choices together."""
 MAX_SCHEMA_DEPTH = 64
 MAX_TOOL_CALLS = 16
-"""Maximum number of function calls in one output: a constrained output ends after them; in free text, further calls
-stay content."""
+"""Maximum number of function calls in one output: a constrained output ends after this many; in an unconstrained
+output, further calls are returned as content."""
 MAX_CHOICES = 1024
 MAX_WHITESPACE_PATTERN_BYTES = 256
 MIN_TEMPERATURE = 0.01
@@ -154,15 +154,15 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="allowed_token_ids", type="token ids", max_items=MAX_ALLOWED_TOKEN_IDS),
         FieldSpec(name="truncate_prompt_tokens", type="integer", min=-1, max=MAX_INTEGER, rule="be at least 1, or -1 for as many as fit"),
         FieldSpec(name="n", type="integer", min=1, max=MAX_SEQUENCES, text="Number of outputs per prompt."),
-        FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests of a tenant."),
+        FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among the tenant's live requests."),
         FieldSpec(name="cache_salt", type="string", max_chars=MAX_CACHE_SALT_CHARS, text="Only requests with the same salt share cached prefixes."),
-        FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: arrival to first token, milliseconds."),
-        FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, milliseconds."),
+        FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: time from arrival to the first token, in milliseconds."),
+        FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, in milliseconds."),
         FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort (default: the server's, --set default_slo_class)."),
-        FieldSpec(name="deadline_ms", type="number", min=0, max=_MS * MAX_DEADLINE_S, open_min=True, text="Time from arrival after which the request is ended, milliseconds."),
+        FieldSpec(name="deadline_ms", type="number", min=0, max=_MS * MAX_DEADLINE_S, open_min=True, text="Time from arrival after which the request is cancelled, in milliseconds."),
     )
 }  # fmt: skip
-"""Declared request fields by name, beginning with the fields of `SamplingParams`."""
+"""Declared request fields, keyed by name; the fields of `SamplingParams` come first."""
 
 
 def request_fields_table() -> str:
@@ -178,7 +178,7 @@ class Encoder(Protocol):
     """The part of a tokenizer that validation uses."""
 
     vocab_size: int
-    """Number of token ids, which are in [0, vocab_size)."""
+    """Number of token ids; valid ids are in [0, vocab_size)."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -202,7 +202,7 @@ class RequestLimits:
     max_model_len: int
     """Maximum length of prompt plus output, in tokens."""
     max_pool_tokens: int | None = None
-    """Number of tokens that the whole cache pool holds in the most compact cache kind; None: unknown."""
+    """Number of tokens that the whole cache pool can hold in the most compact cache kind; None: unknown."""
     eos_token_ids: tuple[int, ...] = ()
     """Token ids that end an output unless `ignore_eos` is set."""
     max_sequences: int = MAX_SEQUENCES

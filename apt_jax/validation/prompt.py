@@ -1,4 +1,5 @@
-"""Validation of prompts: text or token ids become a read-only array, and prompt and output must fit."""
+"""Validation of prompts: text or token ids become a read-only array, and the lengths of prompt and output are
+checked."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def checked_prompt(
         limits: limits of the engine.
         tokenizer: tokenizer of the model; None: only token ids are accepted.
         prompt, prompt_token_ids: text or token ids of the prompt; exactly one is given.
-        keep_last: number of last tokens to keep; None: keep all.
+        keep_last: number of tokens to keep at the end of the prompt; None: keep all.
 
     Raises:
         InvalidRequestError: the prompt is missing or too long, or a token is not in the vocabulary.
@@ -50,18 +51,18 @@ def checked_prompt(
     if keep_last is not None and len(ids) > keep_last:
         ids = _last_tokens(tokenizer, text, ids, keep_last)
     if not ids:
-        raise InvalidRequestError("prompt", "the text has no tokens; give at least one")
+        raise InvalidRequestError("prompt", "the text encodes to no tokens; at least one is needed")
     check_rows(limits, ids, "prompt")
     return _frozen(np.array(ids, np.int32))
 
 
 def check_rows(limits: RequestLimits, ids: Sequence[int], field: str) -> None:
-    """Raise InvalidRequestError if a text has a token that the tokenizer knows and the model does not."""
+    """Raise InvalidRequestError if a text has a token that is in the tokenizer's vocabulary but not in the model's."""
     token_id = max(ids, default=0)
     if token_id >= limits.vocab_size:
         raise InvalidRequestError(
             field,
-            f"the text holds the token id {token_id}, outside the model's vocabulary of {limits.vocab_size} ids; leave "
+            f"the text contains the token id {token_id}, outside the model's vocabulary of {limits.vocab_size} ids; leave "
             "that token out",
         )
 
@@ -83,9 +84,9 @@ def check_text_length(
 ) -> None:
     """Raise InvalidRequestError if a text is too long for the model, before it is tokenized.
 
-    Some tokenizers drop characters such as spaces, so a text's length gives no lower bound on its tokens. Every text
-    may therefore have at most `MAX_CHARS_PER_TOKEN` characters per token of the model's length, more than any text of
-    words has.
+    Some tokenizers drop characters such as spaces, so the length of a text gives no lower bound on its number of
+    tokens. Therefore there is a second limit: `MAX_CHARS_PER_TOKEN` characters per token of the model's maximum length,
+    more than any text of words needs.
     """
     least = 0 if truncated else tokenizer.min_tokens(text)
     if least >= limits.max_model_len:
@@ -138,8 +139,8 @@ def _frozen(ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def with_room_filled(limits: RequestLimits, params: SamplingParams, prompt_len: int) -> SamplingParams:
-    """Return `params` with `max_tokens` set to the number of tokens that fit after the prompt, or to 1 if nothing fits,
-    which `check_length` rejects.
+    """Return `params` with `max_tokens` set to the number of tokens that fit after the prompt, or to 1 if no token
+    fits, which `check_length` rejects.
 
     Raises:
         InvalidRequestError: `min_tokens` exceeds that number.
@@ -148,7 +149,7 @@ def with_room_filled(limits: RequestLimits, params: SamplingParams, prompt_len: 
     if room >= 1 and params.min_tokens > room:
         raise InvalidRequestError(
             "min_tokens",
-            f"{params.min_tokens} must not exceed the room after the prompt, {counted(room, 'token')}",
+            f"{params.min_tokens} must not exceed the number of tokens that fit after the prompt, {room}",
         )
     return dataclasses.replace(params, max_tokens=max(room, 1))
 
@@ -167,14 +168,14 @@ def check_length(limits: RequestLimits, prompt_len: int, max_tokens: int) -> Non
         raise InvalidRequestError(
             "max_tokens",
             f"a prompt of {counted(prompt_len, 'token')} and max_tokens={max_tokens} exceed max_model_len={limits.max_model_len} "
-            f"by {total - limits.max_model_len}; max_tokens can be {limits.max_model_len - prompt_len} at most",
+            f"by {total - limits.max_model_len}; max_tokens can be at most {limits.max_model_len - prompt_len}",
             code=TOO_LONG,
         )
     pool = limits.max_pool_tokens
     if pool is not None and total > pool:
         raise InvalidRequestError(
             "max_tokens",
-            f"a prompt of {counted(prompt_len, 'token')} and max_tokens={max_tokens} can never fit the cache, which holds {pool} "
-            f"tokens in all: {total - pool} too many; ask for less or start with a larger pool (--num-blocks-override)",
+            f"a prompt of {counted(prompt_len, 'token')} and max_tokens={max_tokens} can never fit in the cache, which holds {pool} "
+            f"tokens in total: {total - pool} too many; ask for fewer or start with a larger pool (--num-blocks-override)",
             code=TOO_LONG,
         )

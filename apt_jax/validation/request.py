@@ -69,7 +69,7 @@ def build_request(
         prompt: text; exactly one of `prompt` and `prompt_token_ids` is given.
         prompt_token_ids: token ids, used unchanged (no BOS token is prepended).
         params: sampling parameters, or a mapping with any subset of the fields of `SamplingParams`; None: the defaults.
-            A `max_tokens` of None allows as many tokens as the model's length and the cache leave.
+            A `max_tokens` of None allows as many tokens as fit in the model's length and the cache.
         request_id: the client's label; None: a random label.
         slo: latency SLO; None: the server's default for real-time requests, no SLO for best-effort requests.
         slo_ttft_ms, slo_tbt_ms: raw TTFT and TBT SLOs in milliseconds, which replace the corresponding part of `slo`;
@@ -128,14 +128,14 @@ def build_request(
 
 def _cache_salt(value: object) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_CACHE_SALT_CHARS:
-        raise InvalidRequestError("cache_salt", f"must be a text of 1 to {MAX_CACHE_SALT_CHARS} characters")
+        raise InvalidRequestError("cache_salt", f"must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters")
     return check_text("cache_salt", value)
 
 
 def build_requests(
     limits: RequestLimits, tokenizer: Encoder | None, *, n: object = 1, **fields: Any
 ) -> list[EngineRequest]:
-    """Build the requests for `n` outputs to one prompt; see `build_request` for the other arguments.
+    """Build the requests for `n` outputs for one prompt; see `build_request` for the other arguments.
 
     Returns:
         n requests, which differ in their ids (``ID``, ``ID#1``, ``ID#2``, ...; clients cannot choose ids with ``#``)
@@ -160,7 +160,7 @@ def build_requests(
 
 
 def check_watch_capacity(value: object) -> int:
-    """Check and return the number of iterations kept for a subscriber of the scheduler.
+    """Check and return the number of scheduler iterations that are buffered for a subscriber.
 
     Raises:
         InvalidRequestError: `value` is not an integer in [1, `MAX_WATCH_CAPACITY`].
@@ -178,7 +178,7 @@ def check_deadline_ms(value: object) -> float:
     if not 0.0 < seconds <= MAX_DEADLINE_S:
         raise InvalidRequestError(
             "deadline_ms",
-            f"{shown(value)} must be a positive number of milliseconds, a day at most",
+            f"{shown(value)} must be a positive number of milliseconds, at most one day",
         )
     return seconds
 
@@ -187,7 +187,7 @@ def check_sequences(limits: RequestLimits, num_prompts: int, n: object) -> int:
     """Check and return `n`, the number of outputs per prompt.
 
     Raises:
-        InvalidRequestError: `n` is not an integer, or prompts times `n` exceed `RequestLimits.max_sequences`.
+        InvalidRequestError: `n` is not a valid integer, or prompts times `n` exceeds `RequestLimits.max_sequences`.
     """
     most = limits.max_sequences
     count = check_integer("n", n, 1, most)
@@ -201,7 +201,7 @@ def check_sequences(limits: RequestLimits, num_prompts: int, n: object) -> int:
 
 
 def _kept_tokens(limits: RequestLimits, params: SamplingParams) -> int | None:
-    """Return the number of last prompt tokens to keep; None: all."""
+    """Return the number of tokens to keep at the end of the prompt; None: all."""
     keep = params.truncate_prompt_tokens
     if keep != -1:
         return keep

@@ -117,7 +117,7 @@ def _checked(name: str, value: object) -> Any:
 
 
 class _RaisedTemperatures:
-    """Logs that temperatures were raised, at most once per minute, with their number since the last message."""
+    """Logs that temperatures were raised, at most once per minute, with the number of times since the last message."""
 
     def __init__(self) -> None:
         self._count, self._said_s = 0, -float("inf")
@@ -176,7 +176,7 @@ def _logit_bias(limits: RequestLimits, value: object) -> dict[int, float] | None
 
 
 def _strings(field: str, value: object, most: int, most_chars: int, flag: str = "") -> tuple[str, ...]:
-    """Check and return strings without duplicates; none may be empty or too long."""
+    """Check that each string is neither empty nor too long; return the strings without duplicates."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
         raise InvalidRequestError(field, f"{json_kind(value)} is not a list of strings")
     if len(value) > most:
@@ -209,8 +209,8 @@ def _bad_words(tokenizer: Encoder | None, value: object) -> tuple[str, ...]:
 def bad_words_token_ids(
     limits: RequestLimits, tokenizer: Encoder | None, words: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words, at the start of a text and also after a space if only the first token
-    differs.
+    """Return the token sequences of words: at the start of a text, and also after a space if that changes the first
+    token but not the number of tokens.
 
     Raises:
         InvalidRequestError: a word has no tokens, or a token outside the vocabulary.
@@ -227,7 +227,7 @@ def bad_words_token_ids(
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             found[spaced] = None
         if max(*plain, *spaced) >= limits.vocab_size:
-            raise InvalidRequestError("bad_words", f"{shown(word)} holds a token outside the model's vocabulary")
+            raise InvalidRequestError("bad_words", f"{shown(word)} contains a token outside the model's vocabulary")
     return tuple(found)
 
 
@@ -245,8 +245,8 @@ def _allowed_token_ids(limits: RequestLimits, value: object) -> tuple[int, ...] 
 
 
 def _stop_token_ids(limits: RequestLimits, value: object, ignore_eos: bool) -> tuple[int, ...]:
-    """Return the user's ids, checked, then the EOS ids. EOS ids outside the model's vocabulary are harmless, because
-    they are never sampled."""
+    """Check and return the user's ids, followed by the EOS ids. EOS ids outside the model's vocabulary are harmless,
+    because they are never sampled."""
     if value is None:
         value = ()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):

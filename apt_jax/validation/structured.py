@@ -1,5 +1,5 @@
-"""Validation of structured output constraints: one kind, bounded size and depth, schemas as compact JSON text.
-Constraints are compiled later."""
+"""Validation of structured output constraints: exactly one kind, bounded in size and depth, with schemas as compact
+JSON text. Constraints are compiled later."""
 
 import dataclasses
 import json
@@ -76,9 +76,9 @@ def checked_structured_outputs(value: object) -> StructuredOutputsParams | None:
 
 def _choices(field: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise InvalidRequestError(field, f"{json_kind(value)} is not a list of texts")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not a list of strings")
     if not 1 <= len(value) <= MAX_CHOICES:
-        raise InvalidRequestError(field, f"{len(value)} texts; give 1 to {MAX_CHOICES}")
+        raise InvalidRequestError(field, f"{len(value)} strings; give 1 to {MAX_CHOICES}")
     texts = tuple(dict.fromkeys(check_bounded_text(field, text) for text in value))
     size = sum(len(text.encode()) for text in texts)
     if size > MAX_GRAMMAR_BYTES:
@@ -99,7 +99,7 @@ def _schema(field: str, value: object) -> str:
         return made
 
     def check_keys(of: object) -> None:
-        """Raise ValueError if a key is not text; `json.dumps` would convert numbers to text."""
+        """Raise ValueError if a key is not a string; `json.dumps` would convert numbers to strings."""
         stack = [of]
         while stack:
             item = stack.pop()

@@ -1,4 +1,5 @@
-"""Checks of single values: numbers, flags, texts. Values are not coerced: neither ``True`` nor ``"2"`` is a number."""
+"""Checks of single values: numbers, flags, strings. Values are not coerced: neither ``True`` nor ``"2"`` is a
+number."""
 
 import json
 import math
@@ -25,7 +26,7 @@ def shown(value: object) -> str:
 
 
 def described(value: object) -> str:
-    """Return a value as text for messages about a wrong type: strings are followed by their type."""
+    """Return a value as text for messages about a wrong type; strings are followed by their type."""
     return f"{shown(value)} ({json_kind(value)})" if isinstance(value, str) else shown(value)
 
 
@@ -62,8 +63,8 @@ def check_integer(field: str, value: object, low: int, high: int, rule: str | No
 
 
 def check_number(field: str, value: object, *, signed: bool = True) -> float:
-    """Check and return a finite number that is 0 or a normal 32-bit number. Without `signed`, negative numbers and -0.0
-    are rejected.
+    """Check and return a finite number that is 0 or has at least the magnitude of a normal float32. Without `signed`,
+    negative numbers and -0.0 are rejected.
 
     Raises:
         InvalidRequestError: `value` is not such a number.
@@ -112,10 +113,10 @@ def check_text(field: str, value: object) -> str:
 
 
 def check_bounded_text(field: str, value: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> str:
-    """Check and return a text of at most `max_bytes` bytes.
+    """Check and return a string of at most `max_bytes` bytes in UTF-8.
 
     Raises:
-        InvalidRequestError: `value` is not such a text.
+        InvalidRequestError: `value` is not such a string.
     """
     if isinstance(value, str) and len(value) > max_bytes:  # before it is copied
         raise InvalidRequestError(field, f"{len(value)} characters, at most {max_bytes} bytes are allowed")

@@ -1,4 +1,4 @@
-"""Serves one request of a batch like a call over HTTP: with the same reading, validation, life cycle and response.
+"""Serves one request of a batch like an HTTP call: reading, validation, life cycle and response are the same.
 
 `ENDPOINTS` holds the paths that a batch may use. Requests run as best effort (`slo_class` "be") and without their own
 latency objectives; only the batch as a whole has a deadline.
@@ -40,10 +40,10 @@ class BatchCall:
 
     Args:
         endpoint: the HTTP endpoint that the request is for.
-        service: the engine and the queues before it.
+        service: the engine and the preprocessing queues.
         data: the request's line of the input file.
         tenant: owner of the batch; empty if the server has no API keys.
-        on_read: called just before the call's requests go to the engine.
+        on_read: called just before the call's requests are submitted to the engine.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class BatchCall:
         self._service, self._data, self._tenant = service, data, tenant or None
         self.record = CallRecord(protocol="batch", method=endpoint.path, tenant=self._tenant)
         self.outcome: Outcome | None = None
-        """Result of the request; None if it has not ended, or must run again."""
+        """Result of the request; None if the request has not ended or must run again."""
         self.retry_after_s: float | None = None
-        """Seconds after which to run the request again; set if the engine or the queues before it are full."""
+        """Seconds after which to run the request again; set if the engine or a preprocessing queue is full."""
         self.num_requests = 0
         """Number of engine requests of this call; 0 until the line has been read."""
         self._on_read = on_read
@@ -90,7 +90,7 @@ class BatchCall:
         return EngineCall(call.call_id, requests, call.deadline_s)
 
     def on_disconnect(self, cancel: Callable[[], None]) -> None:
-        """See `serve.generate_call.Transport`. Does nothing: `BatchFeeder` cancels the task of the call."""
+        """See `serve.generate_call.Transport`. Does nothing: `BatchFeeder` cancels the call's task."""
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         """See `serve.generate_call.Transport`."""
@@ -148,8 +148,8 @@ def _as_best_effort(body: Body) -> dict[str, Any]:
 def _require_places(config: SchedulerConfig, call: TextCall, field: str) -> None:
     """Check that an empty queue can hold all requests of a call at once.
 
-    Checks their number, against the tenant's share of the queue if there is a tenant; if there are several requests,
-    also their prompt tokens, against the whole queue.
+    The number of requests must fit in the queue, or in the tenant's share of it if there is a tenant. If there are
+    several requests, their prompt tokens must also fit in the whole queue.
 
     Raises:
         InvalidRequestError: the queue is too small, so retries would never succeed.

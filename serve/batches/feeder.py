@@ -1,7 +1,7 @@
 """Submits the requests of running batches to the engine, a few at a time.
 
-Interactive requests always have priority: in the engine by their class and by the places that `FeedWindow` leaves free
-for them; before the engine because at most `MAX_READING` batch requests are read and tokenized at once.
+Interactive requests always have priority: in the engine through their class and the slots that `FeedWindow` leaves
+free for them; before the engine because at most `MAX_READING` batch requests are read and tokenized at once.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_READING = 2
 _TICK_S = 0.02
-"""Interval in seconds at which to check for places that interactive requests have freed."""
+"""Interval in seconds at which to check for slots that interactive requests have freed."""
 _PAGE = 256
 _PAGE_BYTES = 4 << 20
 _LONGEST_PAUSE_S = 5.0
@@ -61,8 +61,8 @@ class BatchFeeder:
     """Runs requests of batches. Used from one event loop only.
 
     Args:
-        store: reads the lines of requests.
-        service: the engine and the queues before it.
+        store: provides the lines of the batches' requests.
+        service: the engine and the preprocessing queues.
         on_outcome: called with the outcome of each request.
         num_uncommitted: returns the number of outcomes not yet stored; no request starts while there are too many.
     """

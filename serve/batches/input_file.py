@@ -27,7 +27,7 @@ class InputRead(NamedTuple):
     errors: list[dict[str, Any]]
     """At most `MAX_ERRORS` errors in OpenAI's format."""
     model: str | None
-    """The model name in all requests; None if they have no name or different names."""
+    """The model that all requests name; None if they name no model or different models."""
 
 
 class _LineError(Exception):

@@ -128,7 +128,7 @@ JSON_COLUMNS = ("metadata", "errors")
 
 
 def to_row(record: FileRecord | BatchRecord) -> dict[str, Any]:
-    """Return the database row of a record: values by column, lists and mappings as JSON."""
+    """Return the database row of a record: a value for each column, with lists and mappings as JSON."""
     row = dataclasses.asdict(record)
     return {name: json.dumps(v) if name in JSON_COLUMNS and v is not None else v for name, v in row.items()}
 

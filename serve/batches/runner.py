@@ -59,11 +59,11 @@ class BatchCounters:
     """Counts since the start of the server, for its metrics."""
 
     open: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
-    """Number of batches that have not ended, by status."""
+    """Number of batches that have not ended, for each status."""
     ended: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
-    """Number of batches that have ended, by status."""
+    """Number of batches that have ended, for each final status."""
     requests: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
-    """Number of requests with an outcome on disk: completed, failed, expired or cancelled."""
+    """Number of requests whose outcome is on disk, for each outcome: completed, failed, expired or cancelled."""
     num_in_flight: int = 0
     """Number of requests that are being read, waiting or running."""
 
@@ -73,7 +73,7 @@ class BatchRunner:
 
     Args:
         store: stored files and batches; closed by `stop`.
-        service: the engine, once it is attached, and the queues before it.
+        service: the engine, once it is attached, and the preprocessing queues.
     """
 
     def __init__(self, store: BatchStore, service: CallService) -> None:
@@ -196,7 +196,7 @@ class BatchRunner:
             self.is_resumed = True
 
     def _begin(self, record: BatchRecord) -> None:
-        if self.is_stopped:  # the batch is stored, and runs after the next start
+        if self.is_stopped:  # the batch is stored and will run after the next start
             return
         batch = self._running[record.id] = RunningBatch(record=record)
         task = asyncio.create_task(self._live(batch))

@@ -4,7 +4,7 @@ A crash at any moment leaves a consistent state:
 
 * SQLite commits with a synced log (`synchronous=FULL`): a transaction is stored completely or not at all.
 * An outcome is written only if its request has none (``outcome IS NULL``), in the transaction that counts it. So a
-  request has at most one outcome, and never runs again after that.
+  request has at most one outcome, and never runs again once it has an outcome.
 * A file is written under a temporary name, synced and renamed before its row is committed. Files without a row are
   removed at the next start, so an interrupted upload or output file leaves nothing behind.
 * The outcomes of a batch are deleted in the transaction that registers its output files and ends it. After a crash
@@ -189,7 +189,7 @@ class BatchStore:
         if own + num_bytes > self.config.disk_share_bytes(tenant):
             share = self.config.disk_share_bytes(tenant) >> 20
             raise DiskFullError(
-                f"files and batches of this API key would exceed its {share} MiB: delete files (--set batch_disk)"
+                f"files and batches of this API key would exceed its share of {share} MiB: delete files (--set batch_disk)"
             )
         if total + num_bytes > self.config.max_disk_bytes:
             whole = self.config.max_disk_bytes >> 20
@@ -246,7 +246,7 @@ class BatchStore:
             purpose: only files with this purpose; None: all.
             after: id of the file after which the page begins; None: the first page.
             limit: maximum number of files.
-            newest_first: whether the newest file comes first.
+            newest_first: True if the newest file comes first.
 
         Raises:
             NotFoundError: the tenant has no file with the id `after`.
@@ -469,7 +469,7 @@ class BatchStore:
 
         Args:
             batch: the batch.
-            errors: write the outcomes for the error file instead of those for the output file.
+            errors: write the error file's outcomes instead of the output file's outcomes.
 
         Returns:
             The path and the number of bytes; None if there is no such outcome.

@@ -1,4 +1,4 @@
-"""Limits the number of batch requests in the engine, to keep places free for interactive requests and steps short."""
+"""Limits the number of batch requests in the engine, to keep slots free for interactive requests and steps short."""
 
 import collections
 import math
@@ -10,23 +10,23 @@ MEMORY_S = 15.0
 KEPT_SHARE = 0.9
 """Fraction of the full throughput (tokens per second) that short steps must keep."""
 _LEAST_SHARE = 8
-"""Divisor: `short_step_rows` is at least 1/8 of the places, because step costs exclude the host's work per step."""
+"""Divisor: `short_step_rows` is at least 1/8 of the slots, because step costs exclude the host's work per step."""
 
 
 class FeedWindow:
-    """Number of batch requests that may fill the places in a step that interactive requests do not use.
+    """Decides how many batch requests may use the slots of a step that interactive requests leave free.
 
-    * Without interactive requests, batch requests may use all places.
-    * With interactive requests, as many places as their peak number in the last `MEMORY_S` seconds, and a few more, are
-      left free, so that the next interactive request finds a place under every policy.
-    * The first token of a new request waits for the running step. So, with interactive requests, there are also at most
-      as many batch requests as the fewest rows that reach `KEPT_SHARE` of the full throughput according to the step
-      costs: most of the places if a step takes nearly as long with few rows as with many; few if its time grows with
-      each row, as for small models on CPUs.
-    * No batch request is added while an interactive request may be waiting for a place.
+    * Without interactive requests, batch requests may use all slots.
+    * With interactive requests, their peak number in the last `MEMORY_S` seconds is left free, plus a few more slots,
+      so that the next interactive request finds a free slot under every policy.
+    * The first token of a new request waits for the running step, so steps are also kept short while there are
+      interactive requests: the number of batch requests is limited to the smallest number of rows that reaches
+      `KEPT_SHARE` of the full throughput according to the step costs. This is most of the slots if a step with few rows
+      takes nearly as long as one with many, and few if its time grows with each row, as for small models on CPUs.
+    * No batch request is added while an interactive request may be waiting for a slot.
 
     Args:
-        places: maximum number of requests in one step.
+        places: number of slots, the maximum number of requests in one step.
         most: maximum number of batch requests at once.
         costs: measured step costs; None if they are not known.
     """
@@ -36,7 +36,8 @@ class FeedWindow:
         self._short = short_step_rows(places, costs)
         self._spare = max(1, places // 16)
         self._peaks: collections.deque[tuple[float, int]] = collections.deque()
-        """(time, number of interactive requests) in falling order of number; the first is the peak of `MEMORY_S`."""
+        """(time, number of interactive requests), in descending order of number; the first is the peak of the last
+        `MEMORY_S` seconds."""
 
     def room(self, now_s: float, num_interactive: int, num_batch: int) -> int:
         """Return the number of batch requests that may be added.
@@ -52,7 +53,7 @@ class FeedWindow:
         while peaks and peaks[-1][1] <= num_interactive:
             peaks.pop()
         peaks.append((now_s, num_interactive))
-        if num_interactive + num_batch >= self._places:  # somebody may wait
+        if num_interactive + num_batch >= self._places:  # an interactive request may be waiting
             return 0
         peak = peaks[0][1]
         left = min(self._places - peak - self._spare, self._short) if peak else self._places
@@ -62,7 +63,7 @@ class FeedWindow:
 def short_step_rows(places: int, costs: StepCosts | None) -> int:
     """Return the smallest number of rows at which a decode step reaches `KEPT_SHARE` of a full step's throughput.
 
-    At least 1/8 of the places; a quarter if the costs are not known.
+    The result is at least 1/8 of the slots; if the costs are not known, a quarter of the slots.
     """
     least = max(1, places // _LEAST_SHARE)
     if costs is None or costs.decode_base_s + costs.decode_per_request_s <= 0:

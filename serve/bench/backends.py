@@ -1,4 +1,4 @@
-"""The contract between the load tool and the backends that reach a server."""
+"""Interface between the load tool and the backends that connect to a server."""
 
 import dataclasses
 from collections.abc import AsyncGenerator
@@ -12,7 +12,7 @@ from serve.bench.load import BenchRequest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The server, and the fields of every request to it."""
+    """The server to test, and fields that every request to it has."""
 
     address: str
     """``HOST:PORT`` for gRPC, a base URL for HTTP."""
@@ -23,13 +23,13 @@ class Target:
     ignore_eos: bool = True
     temperature: float = 0.0
     vocab_size: int | None = None
-    """Vocabulary size: random prompts use token ids below it; None: ask the server."""
+    """Vocabulary size; random prompts use smaller token ids. None: ask the server."""
     api_key: str | None = None
     tls_ca: str | None = None
     """PEM file of the CAs that verify the server's certificate; None with gRPC: no TLS."""
 
     def slo_ms(self) -> dict[str, float]:
-        """Return the finite SLOs in milliseconds, by the argument names of `serve.client.make_request`."""
+        """Return the finite SLOs in milliseconds, keyed by argument name of `serve.client.make_request`."""
         parts = {"slo_ttft_ms": self.slo.ttft_s * 1e3, "slo_tbt_ms": self.slo.tbt_s * 1e3}
         return {name: round(ms, 6) for name, ms in parts.items() if ms < float("inf")}
 
@@ -47,7 +47,7 @@ class StreamEvent:
     num_tokens: int = 0
     """New output tokens."""
     finish_reason: str | None = None
-    """Finish reason in the last message: "stop", "length", or another text after a failure."""
+    """Finish reason, in the last message only: "stop", "length", or another string after a failure."""
     prompt_tokens: int | None = None
     num_preemptions: int | None = None
     recomputed_tokens: int | None = None
@@ -58,7 +58,7 @@ class RequestFailed(Exception):
     """A request was rejected or interrupted.
 
     Attributes:
-        status: short text for tables: an HTTP status, the name of a gRPC status, "connection", "broken".
+        status: short string for tables: an HTTP status, the name of a gRPC status, "connection", "broken" or "error".
     """
 
     def __init__(self, status: str, message: str) -> None:
@@ -70,7 +70,7 @@ class Backend(Protocol):
     """A connection to a server."""
 
     def prepare(self, request: BenchRequest) -> Any:
-        """Do everything that can be done before a request is due.
+        """Build everything that `send` needs, before the request is due.
 
         Raises:
             ConfigError: this backend cannot send the request.
@@ -94,7 +94,7 @@ class Backend(Protocol):
 
 
 def random_token_ids(request: BenchRequest, vocab_size: int) -> list[int]:
-    """Return random token ids of a prompt, different for each request of a run, so that no prefix is cached."""
+    """Return random token ids for a prompt. They differ for each request of a run, so no cached prefix is reused."""
     # Special tokens lie at either end of a vocabulary.
     low, high = vocab_size // 8, max(vocab_size - vocab_size // 8, 1)
     rng = np.random.default_rng([request.seed, request.index, 0x1D5])

@@ -1,4 +1,4 @@
-"""Backends for the two services of apt-jax's gRPC port; any vLLM server with gRPC also has the second."""
+"""Backends for the two services on apt-jax's gRPC port; vLLM servers with gRPC also offer the second."""
 
 import uuid
 from collections.abc import AsyncGenerator
@@ -41,7 +41,7 @@ async def open_grpc(name: str, target: Target) -> Backend:
         await client.close()
         if is_http_port(error.details()):
             raise ConfigError(
-                f"{target.address} speaks HTTP: give the gRPC port, or --backend openai --target http://{target.address}"
+                f"{target.address} speaks HTTP: give the gRPC port, or use --backend openai --target http://{target.address}"
             ) from None
         raise CommandError(
             f"{target.address}: {error.code().name}: {one_line(error.details() or '')} (--target, --backend {name})"

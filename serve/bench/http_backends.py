@@ -1,7 +1,8 @@
 """Backend for streamed completions and chat completions of any OpenAI-compatible server.
 
-Tokens are counted by the usage in every chunk, which servers send on request (vLLM's `continuous_usage_stats`). Without
-it a chunk with text counts as one token, and the remaining tokens of the final usage are added to the last chunk.
+Tokens are counted from the usage in every chunk, which servers send on request (vLLM's `continuous_usage_stats`).
+Without it, a chunk with text counts as one token, and the remaining tokens of the final usage are added to the last
+chunk.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _WORDS = _TEXT.split()
 
 
 class HttpBackend:
-    """See `serve.bench.backends.Backend`; made by `open`."""
+    """See `serve.bench.backends.Backend`; created by `open`."""
 
     def __init__(self, session: aiohttp.ClientSession, target: Target, chat: bool) -> None:
         self._session, self._target, self._chat = session, target, chat
@@ -57,7 +58,13 @@ class HttpBackend:
         return backend
 
     async def _ask_model(self) -> None:
-        """Ask for the model's name and maximum length. If the name is given, the server need not list its models."""
+        """Ask the server for the model's name and maximum length.
+
+        If `model` is set, a server that does not list its models is accepted.
+
+        Raises:
+            CommandError: the server lists no models, and `model` is not set.
+        """
         async with self._session.get(f"{self._base}/v1/models", timeout=_OPEN_TIMEOUT) as response:
             answer = await _json(response)
         models = answer.get("data") if isinstance(answer, dict) else None
@@ -179,7 +186,7 @@ def _error_text(answer: Any) -> str:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
-    """Yield the data of server-sent events, one line each in OpenAI's streams."""
+    """Yield the data of each server-sent event; in OpenAI's streams it is one line."""
     rest = b""
     async for data in response.content.iter_any():
         *lines, rest = (rest + data).split(b"\n")
@@ -189,7 +196,11 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
 
 
 def _stream_event(data: bytes, seen: int) -> StreamEvent:
-    """Parse a chunk that comes after `seen` tokens."""
+    """Parse a chunk that arrives after `seen` tokens.
+
+    Raises:
+        RequestFailed: the chunk is not JSON, or has an error.
+    """
     try:
         chunk = json.loads(data)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Load of a benchmark: lengths and arrivals sampled as in the simulator, or prompts from a file."""
+"""The load of a benchmark: lengths and arrivals sampled as in the simulator, or prompts from a file."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from apt_jax.utils.text_files import read_text
 from apt_jax.validation import REQUEST_FIELDS
 
 Prompt = str | list[int] | list[dict[str, Any]]
-"""Text, token ids, or the messages of a chat."""
+"""A prompt: text, token ids, or the messages of a chat."""
 
 CLASSES = REQUEST_FIELDS["slo_class"].choices
 _MOST_REQUESTS = 10_000_000
@@ -25,7 +25,7 @@ _MOST_REQUESTS = 10_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """One request to be sent."""
+    """One request to send."""
 
     index: int
     at_s: float
@@ -43,7 +43,7 @@ class BenchRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """Lengths or prompts that requests are drawn from; `prompts` has one entry per request of `trace`, or is None."""
+    """Lengths or prompts to sample requests from; `prompts` has one entry per request of `trace`, or is None."""
 
     trace: Trace
     prompts: tuple[Prompt, ...] | None = None
@@ -78,10 +78,10 @@ class Arrivals:
 
 
 def trace_source(name: str, *, output_scale: float = 1.0, max_len: int | None = None) -> Source:
-    """Return a trace by name or file (`apt_jax.sim.trace`), without requests of more than `max_len` tokens in total.
+    """Load a trace by name or file (`apt_jax.sim.trace`), without requests of more than `max_len` tokens in total.
 
     Raises:
-        ConfigError: the trace is unknown or broken, or no request is left.
+        ConfigError: the trace is unknown or malformed, or no request is left.
     """
     trace = load_trace(name).scale_outputs(output_scale)
     if max_len is not None:
@@ -93,7 +93,7 @@ def trace_source(name: str, *, output_scale: float = 1.0, max_len: int | None = 
 
 
 def fixed_source(input_len: int, output_len: int) -> Source:
-    """Return a source of requests with these lengths in tokens."""
+    """Return a source of requests that all have these prompt and output lengths, in tokens."""
     return Source(trace=_lengths("random", [input_len], [output_len]))
 
 
@@ -122,7 +122,7 @@ def prompts_source(path: str, *, output_len: int) -> Source:
             raise ConfigError(f"{where}: not JSON (--prompts)") from None
         prompt = entry.get("prompt", entry.get("messages")) if isinstance(entry, dict) else None
         if not prompt or not isinstance(prompt, str | list):
-            raise ConfigError(f"{where}: needs prompt, a text or token ids, or messages (--prompts)")
+            raise ConfigError(f"{where}: needs prompt (text or token ids) or messages (--prompts)")
         tokens = entry.get("output_tokens", output_len)
         if type(tokens) is not int or not 1 <= tokens <= _MOST_REQUESTS:
             raise ConfigError(f"{where}: output_tokens={tokens!r:.40} must be a whole number of at least 1 (--prompts)")
@@ -149,13 +149,13 @@ def _lengths(name: str, prompt: Sequence[int], output: Sequence[int]) -> Trace:
 
 
 def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest]:
-    """Return the requests of a run with a schedule, in order of arrival; the seed determines them.
+    """Return the requests of a run with a schedule, in order of arrival; a seed always gives the same requests.
 
     Raises:
         ConfigError: a source without recorded arrivals has no rate, or no request falls within the duration.
     """
     trace, rate = source.trace, arrivals.rate
-    if source.prompts is not None:  # draw positions of prompts instead of lengths
+    if source.prompts is not None:  # sample positions of prompts instead of lengths
         trace = dataclasses.replace(trace, prompt_tokens=np.arange(trace.num_requests, dtype=np.int32))
     recorded = trace.arrival_s is not None and arrivals.cv is None
     at_once = rate is not None and math.isinf(rate)
@@ -194,7 +194,7 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
 
 
 def endless(source: Source, seed: int) -> Iterator[BenchRequest]:
-    """Yield endless requests without a schedule: the source repeated, shuffled each time."""
+    """Yield requests without a schedule, endlessly: the source is repeated, in a new random order each time."""
     done, rng = 0, np.random.default_rng([seed, 0xA97])
     trace = source.trace
     while True:

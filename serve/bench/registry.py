@@ -1,4 +1,4 @@
-"""Registry of the backends by name."""
+"""The names of the backends, and a function that opens a backend by name."""
 
 from serve.bench.backends import Backend, Target
 
@@ -6,10 +6,10 @@ BACKENDS = ("aptjax-grpc", "vllm-grpc", "openai", "openai-chat")
 
 
 async def open_backend(name: str, target: Target) -> Backend:
-    """Connect to the server and learn its model and vocabulary.
+    """Connect to the server and ask it for its model and vocabulary size.
 
     Raises:
-        CommandError: no server answers, or the answer is not as expected.
+        CommandError: the server does not respond, or its response is not as expected.
         ConfigError: a flag cannot be used with this backend.
     """
     if name in ("aptjax-grpc", "vllm-grpc"):

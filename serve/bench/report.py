@@ -1,4 +1,4 @@
-"""Summary of a run, and its table, files and plots."""
+"""Summarizes a run, as a table, files and plots."""
 
 import collections
 import csv
@@ -24,8 +24,8 @@ COLUMNS: tuple[str, ...] = (
     "p99_tbt_ms", "p99_tbt_drop_first_ms", "e2e_ms", "ttft_attained", "tbt_attained", "slo_attained", "preemptions",
     "cache_kind", "gaps_ms", "error",
 )  # fmt: skip
-"""Columns of the CSV file; `due_s` and `sent_s` count from the start of the run, the numbers of `gaps_ms` are separated
-by spaces."""
+"""Columns of the CSV file; `due_s` and `sent_s` are seconds since the start of the run; the numbers in `gaps_ms` are
+separated by spaces."""
 
 _BUSY = 0.85
 _LATE_S, _LAG_S = 0.010, 0.010
@@ -33,10 +33,10 @@ _SPOILS = 0.1
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """Return a run as plain values, with the definitions of docs/metrics.md.
+    """Return the metrics of a run as plain values; docs/metrics.md defines them.
 
     Raises:
-        CommandError: no request was sent.
+        CommandError: no request has finished.
     """
     outcomes = run.outcomes
     if not outcomes:
@@ -74,7 +74,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def _by_class(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """Return the numbers of each class; empty if there is only one class."""
+    """Return the metrics of each SLO class; empty if there is only one class."""
     records: dict[str, list[RequestRecord]] = {}
     for outcome in outcomes:
         records.setdefault(outcome.request.slo_class or "rt", []).append(outcome.record)
@@ -89,7 +89,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def client_facts(client: ClientHealth) -> dict[str, Any]:
-    """Return percentiles of lateness and lag in milliseconds, and shares of a CPU."""
+    """Return percentiles of the client's lateness and lag in milliseconds, and its CPU use as shares of a core."""
 
     def ms(values: Sequence[float]) -> dict[str, float | None]:
         found = {"p50": percentile(values, 50), "p99": percentile(values, 99)}
@@ -104,7 +104,10 @@ def client_facts(client: ClientHealth) -> dict[str, Any]:
 
 
 def warning(client: ClientHealth, values: dict[str, Any]) -> str | None:
-    """Return a warning if the client distorted the measurement: it was busy, or late by a tenth of the measured times.
+    """Return a warning if the client distorted the measurement, else None.
+
+    It did if its event loop was busy, or if the 99th percentile of its lateness (or lag) exceeds 10 ms and a tenth of
+    the median TTFT (or gap).
 
     Args:
         values: a summary with `ttft_s` and `gap_s`.
@@ -192,7 +195,7 @@ def provenance() -> dict[str, Any]:
 
 
 def csv_row(outcome: Outcome, start_s: float) -> dict[str, Any]:
-    """Return one request as a row of `COLUMNS`; "" for missing values."""
+    """Return one request as a row with `COLUMNS`; missing values are ""."""
     record = outcome.record
 
     def ms(seconds: float | None) -> float | str:

@@ -35,7 +35,8 @@ class Outcome:
     token_times_s: list[float] = dataclasses.field(default_factory=list)
     finished_s: float | None = None
     status: str = "ok"
-    """"ok", or the kind of failure: an HTTP status, the name of a gRPC status, "timeout", "connection", "broken", "abort"."""
+    """"ok", or the kind of failure: an HTTP status, the name of a gRPC status, "timeout", "connection", "broken",
+    "error", "empty" (no tokens) or an unexpected finish reason such as "abort"."""
     error: str = ""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
@@ -46,7 +47,7 @@ class Outcome:
 
     @property
     def record(self) -> RequestRecord:
-        """Return the record that `apt_jax.metrics` takes."""
+        """The record of this request for `apt_jax.metrics`."""
         return RequestRecord(
             arrival_s=self.sent_s,
             token_times_s=self.token_times_s,
@@ -61,14 +62,13 @@ class ClientHealth:
     """Measurements that show whether the client limited the results."""
 
     lateness_s: Sequence[float]
-    """Delay of every send after its schedule; empty without a schedule, or if a concurrency limit held requests
-    back."""
+    """Delay of each request after its scheduled time; empty without a schedule or with a concurrency limit."""
     lag_s: Sequence[float]
     """Delay of timers set every 10 ms."""
     process_cpu: float
-    """CPU time of this process over wall time; 1 is one core."""
+    """CPU time of this process divided by wall time; 1 is one core."""
     loop_cpu: float
-    """CPU time of the event loop's thread over wall time, at most 1."""
+    """CPU time of the event loop's thread divided by wall time, at most 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Run:
     outcomes: Sequence[Outcome]
     """Every finished request, in the order of sending."""
     num_interrupted: int
-    """In-flight requests when the run was interrupted; they are not counted elsewhere."""
+    """Number of requests in flight when the run was interrupted; they are not counted elsewhere."""
     interrupted: bool
     start_s: float
     wall_s: float
@@ -96,7 +96,7 @@ class Runner:
     Args:
         slo: objectives that the client checks.
         timeout_s: seconds after which a request is aborted and counts as failed.
-        max_concurrency: maximum number of requests in flight; None: no bound.
+        max_concurrency: maximum number of requests in flight; None: no limit.
         observe: see `Observer`.
     """
 
@@ -135,7 +135,7 @@ class Runner:
             async with asyncio.TaskGroup() as group:
                 for request, data in prepared:
                     due_s = start_s + request.at_s
-                    # No wait when late, so that a client behind its schedule catches up.
+                    # No wait if the time has passed, so that a client behind its schedule catches up.
                     if (wait_s := due_s - time.perf_counter()) > 0:
                         await asyncio.sleep(wait_s)
                     group.create_task(bounded(request, data, due_s))
@@ -145,7 +145,7 @@ class Runner:
     async def closed_loop(
         self, requests: Iterable[BenchRequest], stop: asyncio.Event, *, duration_s: float | None
     ) -> Run:
-        """Keep `max_concurrency` requests in flight until the last request, or until `duration_s` has passed.
+        """Keep `max_concurrency` requests in flight until all have been sent or `duration_s` has passed.
 
         Args:
             requests: requests to send; may be endless if there is a duration.
@@ -250,8 +250,8 @@ class Runner:
 
 
 async def _probe(lags: list[float]) -> None:
-    """Measure the event loop's lag with a 10 ms timer. Ticks missed by a busy loop count too, so that percentiles are
-    weighted by time."""
+    """Measure the event loop's lag with a 10 ms timer. Ticks missed by a busy loop count too, which weights
+    percentiles by time."""
     due_s = time.perf_counter()
     while True:
         due_s += _PROBE_S

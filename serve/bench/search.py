@@ -17,7 +17,7 @@ class Probe:
     alone: bool
     """True if no two requests were in flight at once: lower rates would give the same result."""
     late: bool = False
-    """True if the client did not keep up."""
+    """True if the client could not keep up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Found:
 
     rate: EffectiveRate
     bounded: bool
-    """True: for every seed a higher rate missed the target. False: the server may sustain more than was tried."""
+    """True if a higher rate missed the target for every seed; otherwise the server may sustain more than was tried."""
 
 
 def find_rates(
@@ -40,9 +40,9 @@ def find_rates(
     """Bisect the rate for every target and seed; runs are shared between targets.
 
     Args:
-        measure: function that makes a run at (requests per second, seed).
+        measure: function that makes a run, given requests per second and a seed.
         targets: attainments in (0, 1].
-        guess: rate to begin with, in requests per second.
+        guess: first rate to try, in requests per second.
         tolerance: relative width of the bracket at which a search ends.
 
     Returns:
@@ -50,7 +50,7 @@ def find_rates(
     """
     known: dict[tuple[str, int], Probe] = {}
     alone: dict[int, Probe] = {}
-    """Run at the highest rate without overlapping requests, by seed."""
+    """For each seed, the run at the highest rate where no requests overlapped and every target was missed."""
 
     def attainment_at(rate: float, seed: int) -> float:
         lonely = alone.get(seed)

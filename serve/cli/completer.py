@@ -1,4 +1,4 @@
-"""The interface through which commands complete prompts, with an engine in this process or with a server."""
+"""Interface through which commands complete prompts with an engine in this process or with a server."""
 
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -25,11 +25,11 @@ def without_slo(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 class Completer(Protocol):
-    """Completes texts, and conversations if `has_chat`."""
+    """Completes text prompts, and conversations if `has_chat` is true."""
 
     @property
     def has_chat(self) -> bool:
-        """True if there is a chat template, so that `stream` also accepts messages."""
+        """True if there is a chat template; `stream` then also accepts messages."""
         ...
 
     def stream(self, prompt: str | Sequence[Message], **fields: Any) -> AsyncGenerator[TextChunk]:

@@ -93,11 +93,11 @@ class RemoteCompleter:
 
 @contextlib.asynccontextmanager
 async def open_completer(args: Any, *, chat: bool = False) -> AsyncIterator[Completer]:
-    """Open the completer for `--target`, or for the engine flags.
+    """Open a completer for the server given by `--target`, or else for an engine built from the engine flags.
 
     Args:
         args: arguments of the command.
-        chat: also fetch the chat template of a gRPC server.
+        chat: True to also fetch the chat template of a gRPC server.
     """
     if args.target is not None and args.target.startswith(HTTP_SCHEMES):
         key = read_api_key(args.api_key_file)

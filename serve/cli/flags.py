@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors are one line with the flag and the most similar valid name; exit code 2.
 
     Attributes:
-        brief: the flags that ``--help`` shows, by their longest names; ``--help=all`` and ``--help=GROUP`` show the
+        brief: longest names of the flags that ``--help`` shows; ``--help=all`` and ``--help=GROUP`` show the
             others (a space instead of ``=`` works too). Empty: ``--help`` shows all flags.
         example: usage example near the end of a brief ``--help``.
         settings: options that ``--set NAME=VALUE`` sets; None: the command has no settings (`settings_of`).
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         self.exit()
 
     def _help_on(self, topic: str) -> None:
-        """Show the help of ``--help=TOPIC``, and exit; return if ``--help`` shows all."""
+        """Print the help on a topic (``--help=TOPIC``) and exit; return if the whole help is to be printed."""
         groups = [(group.title or "", group._group_actions) for group in self._action_groups if group._group_actions]
         if topic == "all" or (not topic and not self.brief):
             return
@@ -206,7 +206,7 @@ class Settings(Parser):
         return action
 
     def find(self, name: str) -> argparse.Action | None:
-        """Return the setting with this name, in which dashes count as underscores; None: there is none."""
+        """Return the setting with this name, whose dashes count as underscores; None: no setting has the name."""
         return next((action for action in self._actions if action.dest == name.replace("-", "_")), None)
 
     def given_by(self, flag: str, value: str | None) -> str | None:
@@ -310,9 +310,10 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
 def add_options(
     group: Group, cls: type, names: Iterable[str] = (), *, settings: Settings | None = None, **given: dict[str, Any]
 ) -> None:
-    """Add flags for a dataclass's options, or only for the options in `names`; `given`: as in `add_field`, by field name.
+    """Add flags for a dataclass's options, or only for the options in `names`.
 
-    Options that are settings are added to `settings` instead, unless it is None.
+    Options that are settings are added to `settings` instead, unless it is None. `given` maps field names to arguments
+    as in `add_field`.
     """
     for name in names or options_of(cls):
         home = settings if settings is not None and options_of(cls)[name][1].is_setting else group
@@ -320,7 +321,7 @@ def add_options(
 
 
 def read_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of a dataclass's options by field name, without options that `args` does not contain."""
+    """Return the values of a dataclass's options, keyed by field name; options that `args` lacks are left out."""
     dests = {name: made.dest for name, (_, made) in options_of(cls).items()}
     return {name: getattr(args, dest) for name, dest in dests.items() if hasattr(args, dest)}
 

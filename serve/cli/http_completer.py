@@ -1,4 +1,4 @@
-"""Completes prompts with a server that has OpenAI's HTTP API: apt-jax or any other."""
+"""Completes prompts with any server that offers OpenAI's HTTP API."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ class HttpCompleter:
         self.has_chat = False
 
     async def find_template(self) -> None:
-        """Set `has_chat`: ask the server if the model has a chat template, and assume one if the server cannot tell."""
+        """Set `has_chat`: False if the server reports that the model has no chat template, else True."""
         probe = {"model": self._model, "messages": [{"role": "user", "content": "Hi"}]}
         async with self._session.post(f"{self._base}/tokenize", json=probe) as response:
             text = await response.text(errors="replace")

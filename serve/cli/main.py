@@ -1,7 +1,7 @@
 """`apt-jax COMMAND`: find the command, read its flags, run it.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> int`. Only the requested command is imported, and
-no heavy library before that. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+no heavy library is imported before it. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
 import difflib
@@ -37,7 +37,7 @@ _VARIABLES = (KEY_VARIABLE, "APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
 
 
 def _misspelt_variable() -> str | None:
-    """Return an error message about an environment variable whose name nearly matches one of apt-jax's, or None."""
+    """Return an error message if the name of an environment variable nearly matches one of apt-jax's, else None."""
     known = {name.removeprefix(_PREFIX): name for name in _VARIABLES}
     for name in sorted(set(os.environ) - set(_VARIABLES)):
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1) if name.startswith(_PREFIX) else []
@@ -69,7 +69,7 @@ def _fail(prog: str, message: str, code: int) -> int:
 
 
 def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
-    import grpc  # these take most of a second
+    import grpc  # these imports take most of a second
 
     from serve.cli.flags import Parser
     from serve.client import is_http_port
@@ -101,7 +101,7 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
         name = code.name if code is not None else "RPC failed"
         return _fail(prog, f"{name}: {details}", 2 if usage else 1)
     except BrokenPipeError:
-        # The reader of our output has closed the pipe (`| head`): write nothing more, not even at exit.
+        # The reader of our output has closed the pipe (`| head`): write nothing more, even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

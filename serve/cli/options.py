@@ -55,8 +55,8 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
 
     Args:
         parser: parser of the command.
-        required: whether MODEL must be given; if not, it defaults to the bundled model.
-        say_default: leave the default as None, so that the command can report it (`no_model_given`).
+        required: True if MODEL must be given; otherwise it defaults to the bundled model.
+        say_default: True to leave the default as None, so that the command can report it (`no_model_given`).
     """
     parser.add_argument(
         "model",
@@ -91,7 +91,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool
         )
     group = parser.add_argument_group("model")
     names: dict[str, Any] = {
-        "help": "names that requests can use; responses have the first (default: MODEL)",
+        "help": "names of the model that requests can use; responses contain the first (default: MODEL)",
         "nargs": "+",
     }
     flags.add_options(group, EngineConfig, settings=settings, served_model_name=names if several_names else {})
@@ -107,13 +107,13 @@ def add_calibration_argument(parser: argparse.ArgumentParser, default_s: float) 
         type=not_negative,
         metavar="S",
         default=default_s,
-        help="seconds of step cost measurement at the first start, or longer if measuring all programs three times takes "
-        "longer; 0: use stored costs or none",
+        help="seconds spent measuring step costs at the first start, or more if measuring all programs three times "
+        "takes longer; 0: use stored costs, or none",
     )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the configuration given by MODEL, the flags of `add_engine_arguments` and other flags of the same
+    """Return the configuration that is given by MODEL, the flags of `add_engine_arguments`, and other flags of the same
     dataclasses.
 
     Raises:
@@ -159,7 +159,7 @@ def _adapter(text: str) -> tuple[str, str]:
 
 
 def _adapters(given: list[tuple[str, str]] | None) -> dict[str, str] | None:
-    """Return the directories of LoRA adapters by name. Raises ConfigError: a name is given twice."""
+    """Return the directories of LoRA adapters, keyed by name. Raises ConfigError: a name is given twice."""
     adapters = dict(given or ())
     if len(adapters) < len(given or ()):
         raise ConfigError("two LoRA adapters have the same name (--lora-modules)")
@@ -167,7 +167,7 @@ def _adapters(given: list[tuple[str, str]] | None) -> dict[str, str] | None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Add the flags of one request; `sampling_fields` reads them. Bounds are checked with the request."""
+    """Add the flags for sampling parameters and SLO. `request_fields` reads them, and checks their bounds."""
     group = parser.add_argument_group("sampling")
     for name, metavar, default in (
         ("max_tokens", "TOKENS", max_tokens),
@@ -193,7 +193,7 @@ def add_structured_output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json-schema", metavar="FILE", help="JSON schema that the output must follow")
     group.add_argument("--json-object", action="store_true", help="the output is a JSON object")
     group.add_argument("--regex", metavar="REGEX", help="regular expression that the whole output must match")
-    group.add_argument("--choice", metavar="A,B,...", help="the output is one of these texts")
+    group.add_argument("--choice", metavar="A,B,...", help="the output is one of these strings")
     group.add_argument("--grammar", metavar="FILE", help="grammar of the output (llguidance's Lark dialect, or GBNF)")
 
 
@@ -226,7 +226,7 @@ class _AnyGrammar:
 
 
 class _AnyText:
-    """Stand-in for a tokenizer: stop strings require a tokenizer, but the checks give the same result with any."""
+    """Stand-in for a tokenizer: stop strings require a tokenizer, but the checks do not depend on which one it is."""
 
     vocab_size = MAX_INTEGER
 
@@ -329,7 +329,8 @@ def access(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_api_key(path: str | None) -> str | None:
-    """Return the first word of a file; None if `path` is None. Raises ConfigError: the file cannot be read."""
+    """Return the first word of a file, the API key; None if `path` is None. Raises ConfigError: the file cannot be
+    read."""
     if path is None:
         return None
     try:

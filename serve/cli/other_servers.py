@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Collection, Sequence
 
-_SHARE = "the share of the memory left by the weights"
+_SHARE = "the share of the memory that the weights leave free"
 
 _NAMES = {
     "--model-path": "--model",

@@ -28,12 +28,12 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
 
 
 _json_out: list[TextIO] = []
-"""Stdout before each nested `tables_on_stderr`; JSON is written to the last stream, or to stdout if the list is
-empty."""
+"""The stream that stdout was before each nested `tables_on_stderr`. JSON is written to the last of these streams, or to
+stdout if the list is empty."""
 
 
 class _Stderr(io.TextIOBase):
-    """Standard error, without an exception if its reader has closed it."""
+    """Standard error that raises no exception if its reader has closed it."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(BrokenPipeError):
@@ -64,8 +64,8 @@ def tables_on_stderr() -> Iterator[None]:
 
 
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
-    """Return bars that show an engine's startup progress on stderr, at least every five seconds until `close`: as lines
-    if stderr is not a terminal."""
+    """Return bars that show an engine's startup progress on stderr at least every five seconds until `close`; they are
+    plain lines if stderr is not a terminal."""
 
     def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -75,7 +75,7 @@ def starting_bars(*, quiet: bool = False) -> ProgressBars:
 
 
 def rounded(value: Any, places: int = 6) -> Any:
-    """Round floats to six decimal places, or three for names that end in ``_ms``, but keep six significant digits."""
+    """Round floats to `places` decimals, three if its name ends in ``_ms``; keep at least six significant digits."""
     match value:
         case dict():
             return {k: rounded(v, 3 if str(k).endswith("_ms") else places) for k, v in value.items()}

@@ -30,7 +30,7 @@ _MAX_ARCHIVE_BYTES = 128 << 20
 _MAX_FILE_BYTES = 256 << 20
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NO_TOKENIZER = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
-"""Status codes of servers without this method, and of servers whose model has no tokenizer."""
+"""Status codes of servers that do not offer GetTokenizer, and of servers whose model has no tokenizer."""
 
 
 class ServerChat:
@@ -45,7 +45,7 @@ class ServerChat:
         self._tokenizer, self._template = tokenizer, template
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Encode a conversation as token ids that end where the model's turn starts. Blocks on another process.
+        """Encode a conversation as token ids, up to where the model's answer starts. Blocks on a child process.
 
         Raises:
             InvalidRequestError: the template rejects the conversation.
@@ -108,7 +108,7 @@ def read_archive(data: bytes) -> ServerChat | None:
 
 
 def _read(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return the contents of a file in the archive; raises CommandError if its entry gives too large a size."""
+    """Return the contents of a file in the archive. Raises CommandError: the archive lists too large a size for it."""
     if archive.getinfo(name).file_size > _MAX_FILE_BYTES:
         raise CommandError(f"the server's tokenizer is too large: {name} exceeds {_MAX_FILE_BYTES >> 20} MiB")
     return archive.read(name)

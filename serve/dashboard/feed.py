@@ -1,14 +1,14 @@
 """The dashboard's data: a snapshot of the server each second while it has viewers, shared by all of them.
 
-1. The first `Viewer` starts the feed and the last viewer stops it. Without viewers only a point is recorded every five
-   seconds, so that charts have no gaps.
+1. The first `Viewer` starts the feed, and the last viewer to leave stops it. Without viewers, only one point is
+   recorded every five seconds, to avoid gaps in the charts.
 2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the
-   current values of `/metrics` (by the same code), the scheduler's decisions since the last snapshot, and the state of
-   recent requests.
+   current values of `/metrics` (with the same code), the scheduler's decisions since the last snapshot, and the state
+   of recent requests.
 3. The snapshot is encoded once per API key owner with a viewer: tenants see only the ids of their own requests,
    operators see all ids. On a server with operators, tenants see only their own rows, tokens, queue and distributions,
    but no sums over all tenants, iteration numbers or past points.
-4. A viewer waits for the newest snapshot. A slow reader skips older snapshots and delays nobody.
+4. A viewer waits for the newest snapshot. A slow reader skips older snapshots and does not delay other viewers.
 5. Snapshots hold the server's state (starting, serving, stalled, draining, stopped, ended). The last snapshot ends the
    stream.
 """
@@ -40,9 +40,9 @@ PERIOD_S = 1.0
 _READ_TIMEOUT_S = 5.0
 """Seconds without a response after which the engine is shown as stalled."""
 _HISTORY_S, _LONG_HISTORY_S = 300.0, 3600.0
-"""Seconds for which points are kept: all points, and points with distributions."""
+"""Seconds for which all points are kept, and for which points with distributions are kept."""
 _RECORD_S, _SUMS_S = 5.0, 10.0
-"""Seconds between points without viewers, and between points with distributions."""
+"""Seconds between points while the feed has no viewers, and between points with distributions."""
 _DISTRIBUTIONS = {
     "ttft": "vllm:time_to_first_token_seconds",
     "tbt": "vllm:inter_token_latency_seconds",
@@ -68,7 +68,7 @@ _SHOWN = frozenset(
 """Metric families on the dashboard."""
 
 Numbers = dict[str, dict[str, float]]
-"""Values by metric name, then by label values joined by commas."""
+"""Values keyed by metric name, then by label values joined with commas."""
 Rows = list[dict[str, Any]]
 
 
@@ -92,7 +92,7 @@ class _Snapshot:
         common: state of the server, visible to every tenant.
         totals: sums over all tenants.
         own: metrics of each tenant.
-        requests: recent requests by tenant; key None: of all tenants.
+        requests: recent requests of each tenant; key None: requests of all tenants.
         batch, changes: rows of all tenants, with the engine's `request_id` as in `requests`.
         last: True for the snapshot that ends the stream.
     """
@@ -130,13 +130,13 @@ class _Snapshot:
     def _of_tenant(self, caller: Caller) -> dict[str, Any]:
         """Return the metrics of a tenant, instead of sums over all tenants."""
         numbers = self._own.get(caller.tenant or "")
-        if numbers is None:  # it has just joined
+        if numbers is None:  # the viewer has just joined
             return {}
         return {"metrics": numbers, "point": _point(self._common["at_s"], numbers), "iteration": None}
 
 
 class Viewer:
-    """An asynchronous iterator of server-sent events, for one reader; made by `DashboardFeed.join`.
+    """An asynchronous iterator of server-sent events, for one reader; created by `DashboardFeed.join`.
 
     The first event, `history`, has past points. Then `snapshot` events follow, always with the newest snapshot.
     """
@@ -205,7 +205,7 @@ class DashboardFeed:
         """Returns the server's startup progress."""
 
     def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
-        """Show a warm engine."""
+        """Show the state of this engine from now on."""
         self._engine, self._metrics = engine, metrics
         if metrics is not None:
             self._recording = asyncio.create_task(self._record())
@@ -220,7 +220,7 @@ class DashboardFeed:
         self._draining = True
 
     def join(self, caller: Caller) -> Viewer:
-        """Add a viewer; the caller closes it.
+        """Add a viewer, which the caller must close.
 
         Raises:
             QueueFullError: there are too many viewers.
@@ -235,7 +235,7 @@ class DashboardFeed:
         return viewer
 
     async def close(self) -> None:
-        """Send the last snapshot to all viewers, including later ones."""
+        """Send the last snapshot to all viewers, including viewers that join later."""
         if self._closed:
             return
         self._closed = True
@@ -306,7 +306,7 @@ class DashboardFeed:
     async def _refresh(self, watch: IterationSubscription | None, *, last: bool = False) -> None:
         try:
             snapshot = await self._snapshot(watch, last=last)
-        except Exception as error:  # it must not disturb calls or the shutdown
+        except Exception as error:  # must not disturb calls or the shutdown
             log_failure(logger, "a snapshot for the dashboard", error)
             snapshot = _Snapshot(self._common(self._state()), {}, [], [], last=last)
         self._latest = snapshot
@@ -445,8 +445,8 @@ def _point(at_s: float, numbers: Numbers) -> dict[str, float]:
 
 
 def _sums(numbers: Numbers) -> dict[str, Any]:
-    """Return distributions since the start: cumulative counts by bucket in the order of /metrics, and requests by finish
-    reason."""
+    """Return distributions since the server's start: cumulative counts of the buckets, in the order of `/metrics`, and
+    the number of requests per finish reason."""
     sums: dict[str, Any] = {
         name: [int(count) for count in numbers.get(f"{metric}_bucket", {}).values()]
         for name, metric in _DISTRIBUTIONS.items()
@@ -455,7 +455,7 @@ def _sums(numbers: Numbers) -> dict[str, Any]:
 
 
 def _scope(caller: Caller) -> str | None:
-    """Return the tenant whose requests are listed; None: all tenants."""
+    """Return the tenant whose requests this caller may list; None: all tenants."""
     return None if caller.is_operator else caller.tenant
 
 

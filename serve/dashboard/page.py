@@ -1,5 +1,5 @@
 """The static pages of the dashboard and the chat. They contain no data, need no build step and load no files from other
-servers. `vendor/` has an unchanged third-party library with its licence."""
+servers. `vendor/` contains an unchanged third-party library and its licence."""
 
 import functools
 from pathlib import Path
@@ -20,7 +20,7 @@ FILES = {
     "/chat/markdown.js": ("markdown.js", "text/javascript"),
     "/chat/marked.js": ("vendor/marked.esm.js", "text/javascript"),
 }
-"""File and media type by path."""
+"""File name and media type of each path."""
 
 _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

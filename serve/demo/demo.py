@@ -2,7 +2,7 @@
 
 The same arrivals of real prompts are replayed with first-come-first-served, with Apt-Serve's scheduling (with keys and
 values only, and with the hybrid cache), and with apt-plus. Rate and objectives come from the calibration of this
-machine, so a slower machine shows the same picture.
+machine, so a slower machine gives the same picture.
 """
 
 import argparse
@@ -48,7 +48,7 @@ RUNS: tuple[tuple[str, str, CacheMode], ...] = (
     ("apt, hybrid cache", "apt", "hybrid"),
     ("apt-plus, hybrid", "apt-plus", "hybrid"),
 )
-"""(title, policy, cache mode)"""
+"""Runs of the demo: (title, policy, cache mode)."""
 
 MAX_MODEL_LEN = 512
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="BLOCKS",
         default=96,
-        help="blocks of the pool, kept small so that memory is contended (default: 96)",
+        help="number of blocks in the pool, kept small so that requests compete for memory (default: 96)",
     )
     parser.add_argument(
         "--duration-s",
@@ -88,11 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_config(model: str, num_blocks: int) -> EngineConfig:
-    """Return a configuration with small steps and a small pool, which holds about five requests with keys and values."""
+    """Return a configuration with small steps and a small pool: it holds the keys and values of about five requests."""
     return EngineConfig(
         model=model,
         max_model_len=MAX_MODEL_LEN,
-        # The few prompts repeat: with prefix caching, the load would be lower than calculated.
+        # The few prompts repeat, so prefix caching would make the load lower than calculated.
         cache=CacheConfig(num_blocks_override=num_blocks, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
     )
@@ -223,13 +223,13 @@ def _numbers(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo. Returns 0 if the runs ended and every request was served."""
+    """Run the demo. Returns 0 if every request was served, else 1."""
     console = Console()
     started = time.monotonic()
     bars = starting_bars()
     try:
         parts = build_engine(demo_config(args.model, args.num_blocks), calibrate=False, progress=bars)
-        # Measured now instead of loaded from an earlier start: the machine may be faster or busier than then.
+        # Measured again, not loaded from an earlier start, because the machine may now be faster or busier.
         parts = recalibrate(parts, 8.0, functools.partial(bars, "calibrating"))
     finally:
         bars.close()

@@ -1,6 +1,6 @@
-"""A bursty workload derived from a machine's calibration, its open-loop replay, and a picture of the results.
+"""A bursty workload derived from a machine's calibration, its open-loop replay, and a plot of the results.
 
-The demo and the quickstart notebook share it: the demo sends over gRPC, the notebook through the Python API.
+The demo and the quickstart notebook share this module: the demo sends over gRPC, the notebook through the Python API.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ def sustained_rate(
     prompt_len: float,
     output_len: float,
 ) -> float:
-    """Return the requests per second at which device and pool are fully used, according to the cost model.
+    """Return the requests per second at which the device and the pool are fully used, by the cost model.
 
     A request holds about `prompt_len + output_len / 2` tokens while it decodes; as many requests run at once as fit.
     """
@@ -89,7 +89,7 @@ def sustained_rate(
 
 
 def _prompt_s(model: CostModel, length: int) -> float:
-    """Return the predicted time of one prompt without other requests, over all its steps, in seconds."""
+    """Return the predicted time in seconds to prefill one prompt without other requests, over all its steps."""
     most = model.programs.max_num_batched_tokens
     return sum(model.prefill_s([min(most, length - done)], [done]) for done in range(0, length, most))
 
@@ -109,12 +109,12 @@ def derive_workload(
     min_requests: int = 40,
     max_requests: int = 400,
 ) -> Workload:
-    """Return arrivals at a rate between the sustained rates of the KV cache and the hidden cache, with SLOs in steps.
+    """Return arrivals at a rate between the sustained rates of the KV cache and the hidden cache, with matching SLOs.
 
-    All times are multiples of calibrated step times, so a slower machine shows the same picture over a longer time.
+    Gaps and SLOs scale with the calibrated step times, so a slower machine gives the same picture over a longer time.
 
     Args:
-        prompts: texts to draw from, with their lengths in tokens in `prompt_lens`.
+        prompts: prompts to sample from; `prompt_lens` has their lengths in tokens.
         duration_s: approximate duration of the arrivals, in seconds.
     """
     rng = np.random.default_rng(seed)

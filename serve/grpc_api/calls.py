@@ -3,7 +3,7 @@
 A `GenerateCodec` converts the messages of one service; `GrpcCalls` serves each call with
 `serve.generate_call.run_generate`:
 
-* If a client does not read for too long, its requests are cancelled.
+* If a client stops reading for too long, its requests are cancelled.
 * A failed write cancels the call's requests, because grpc.aio raises no CancelledError for a disconnect during a write.
 """
 
@@ -35,7 +35,7 @@ from serve.preprocessing import Owner, Preprocessing
 from serve.security.api_keys import ANYBODY, ApiKeys, Caller, may_see_totals, require_operator
 from serve.slo_headers import max_queue_s
 
-if TYPE_CHECKING:  # it needs the extra `otel`
+if TYPE_CHECKING:  # requires the extra `otel`
     from serve.observability.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -47,19 +47,19 @@ T = TypeVar("T")
 
 
 class GenerateCodec(Protocol):
-    """Converts the messages of one Generate call from and to the classes of its service."""
+    """Converts between the messages of one Generate call, defined by its service, and the engine's types."""
 
     def fields(self, parts: EngineComponents) -> dict[str, Any]:
         """Return the arguments for `EngineComponents.build_requests`.
 
         Raises:
-            InvalidRequestError: the message cannot be decoded, or asks for an unsupported feature.
+            InvalidRequestError: the message cannot be decoded, or requests an unsupported feature.
             UnknownModelError: the message names a model that the server does not serve.
         """
         ...
 
     def objective_names(self) -> Mapping[str, str]:
-        """Return the names under which the client sent latency objectives, by their names in `build_requests`."""
+        """Return a map from each latency objective's name in `build_requests` to the name that the client used."""
         ...
 
     def deadline_s(self) -> float | None:
@@ -80,8 +80,7 @@ class _ClientDisconnectedError(Exception):
 
 
 def decoder(message_type: Any) -> Callable[[bytes], Any]:
-    """Return a decoder that returns None for invalid bytes, so that the handler can reject them with the right
-    status."""
+    """Return a decoder that returns None for invalid bytes; the handler then rejects them with the right status."""
 
     def decode(data: bytes) -> Any:
         try:
@@ -112,10 +111,10 @@ class GrpcCalls:
     """The in-flight Generate calls of a port. Used from one event loop only.
 
     Args:
-        write_stall_s: the requests of a client that does not read for this many seconds are cancelled.
+        write_stall_s: seconds after which the requests of a client that does not read are cancelled.
         keys: API keys, which determine the tenant of a call; None: there are no tenants.
-        tracer: makes traces of calls; None: no traces.
-        work: queues for preprocessing, shared with other servers; None: the port has its own.
+        tracer: traces the calls; None: no traces.
+        work: preprocessing queues, shared with other servers; None: the port has its own.
         memory, starting: see `CallService`.
     """
 
@@ -131,10 +130,10 @@ class GrpcCalls:
         self.service = CallService(logger, tracer, work, memory, starting)
         self.write_stall_s = write_stall_s
         self.last_arrival_s: float | None = None
-        """Arrival of the last Generate call, seconds since the epoch."""
+        """Arrival time of the last Generate call, in seconds since the epoch; None: no call yet."""
         self._keys = keys
         self._live: dict[str, tuple[EngineRequest, ...]] = {}
-        """Requests of each call in flight, by the engine's id of the call's first request."""
+        """Requests of each call in flight, keyed by the engine's id of the call's first request."""
 
     async def generate(self, codec: GenerateCodec, context: grpc.aio.ServicerContext, service: str) -> None:
         """Serve a Generate call of `service` to its end."""
@@ -203,7 +202,7 @@ class GrpcCalls:
 
     async def _abort(self, request_id: str) -> bool:
         engine, requests = self.service.attached, self._live.get(request_id)
-        if engine is None or "#" in request_id:  # a part of a call
+        if engine is None or "#" in request_id:  # the id of a single request of a call
             return False
         if requests is not None:
             for request in requests:
@@ -248,10 +247,10 @@ class _GrpcCall:
         """Do nothing: gRPC cancels the coroutine of the call, and runs callbacks of the context only after the call."""
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
-        if group.ended:  # before the client learns it and may use the id again
+        if group.ended:  # before the client sees the end and may use the id again
             self.close()
         encoded = self._codec.messages(index, delta)
-        if delta.prompt_logprobs is not None:  # they may be many
+        if delta.prompt_logprobs is not None:  # there may be many messages
             encoded = await asyncio.to_thread(list, encoded)
         for message in encoded:
             await self._send(message, group)
@@ -264,7 +263,7 @@ class _GrpcCall:
         return "cancelled" if gone else None
 
     async def fail(self, error: Exception) -> None:
-        self.close()  # also before the client learns it
+        self.close()  # also before the client sees the error
         status = to_grpc_status(error, self.record.request_id)
         internal = status.code in _INTERNAL
         self.record.failed(error, status.code.name.lower(), internal=internal)
@@ -310,7 +309,7 @@ class _GrpcCall:
             raise (error if name is None else error.renamed(name)) from None
 
     def _owner(self) -> Owner:
-        """Return the owner of the call in queues, as `serve.http_api.calls.owner_of` does for HTTP."""
+        """Return the owner of the call for preprocessing, as `serve.http_api.calls.owner_of` does for HTTP."""
         tenant = self.record.tenant
         return ("address", self._context.peer().rpartition(":")[0]) if tenant is None else ("key", tenant)
 
@@ -318,8 +317,9 @@ class _GrpcCall:
         """Write one message. If the client does not read it in time, the call's requests are cancelled, which frees
         their cache blocks.
 
-        gRPC cannot cancel a write that has started, and sends no status before it has ended. So the status waits until
-        the client reads again or disconnects; until then one message and one of the concurrent RPCs stay in use.
+        gRPC cannot cancel a write that has started, and sends no status before the write has ended. So the status is
+        sent only when the client reads again or disconnects. Until then the message stays in memory, and the RPC counts
+        as one of the concurrent RPCs.
 
         Raises:
             SlowReaderError: the client did not read for `write_stall_s` seconds.
@@ -336,7 +336,7 @@ class _GrpcCall:
         timer = asyncio.get_running_loop().call_later(stall_s, cancel)
         try:
             await self._context.write(message)
-        except Exception as error:  # gRPC's type for it is not public
+        except Exception as error:  # gRPC's exception type is not public
             group.cancel()
             self.close()
             # gRPC notices the disconnect, or the deadline, after the failed write, and then cancels this task. If the
@@ -346,7 +346,7 @@ class _GrpcCall:
         finally:
             timer.cancel()
         if slow:
-            raise SlowReaderError(f"the client did not read for {stall_s:.0f} s; read faster or ask for less")
+            raise SlowReaderError(f"the client did not read for {stall_s:.0f} s; read faster or request less output")
 
 
 async def _end(context: grpc.aio.ServicerContext, status: Status) -> NoReturn:

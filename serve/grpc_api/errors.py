@@ -1,7 +1,8 @@
 """The only mapping from errors to gRPC statuses; `serve.http_api.errors` is its counterpart for HTTP.
 
-Clients see the messages of the project's own errors, which are written for them, but not of any other exception.
-`grpc-retry-pushback-ms` tells clients and proxies when to retry; -1 tells them not to retry (gRPC proposal A6).
+Clients see the messages of the project's own errors, which are written for clients, but not the messages of other
+exceptions. The trailer `grpc-retry-pushback-ms` has the time after which clients and proxies may retry; -1 means never
+(gRPC proposal A6).
 """
 
 import asyncio

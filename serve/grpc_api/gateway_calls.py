@@ -1,4 +1,4 @@
-"""Function calls that gateways require by sending a JSON schema for an unbounded list of calls."""
+"""Limits the JSON schemas with which gateways require function calls: these schemas allow any number of calls."""
 
 import contextlib
 import json
@@ -9,9 +9,9 @@ from apt_jax.validation.limits import MAX_TOOL_CALLS
 
 
 def bounded_calls(text: str) -> str:
-    """Return a gateway's schema of function calls with at most `MAX_TOOL_CALLS` calls and only the listed properties.
+    """Limit a gateway's schema of function calls to `MAX_TOOL_CALLS` calls, and to the listed properties.
 
-    Without these limits small models add calls and properties endlessly. Any other schema is returned unchanged.
+    Without these limits, small models add calls and properties endlessly. Any other schema is returned unchanged.
 
     Args:
         text: JSON schema, not validated yet.
@@ -28,7 +28,7 @@ def bounded_calls(text: str) -> str:
 
 
 def _is_call(schema: Any) -> bool:
-    """True if the schema describes a function call: an object with the properties `name` and `parameters`."""
+    """Return True if the schema describes a function call: an object with the properties `name` and `parameters`."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return isinstance(properties, dict) and list(properties) == ["name", "parameters"]
 

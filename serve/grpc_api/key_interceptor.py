@@ -21,7 +21,7 @@ def caller_of(keys: ApiKeys, metadata: Iterable[tuple[str, str | bytes]]) -> Cal
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Rejects calls without a valid key, except calls of the health service.
+    """Rejects calls without a valid key, except calls to the health service.
 
     Args:
         keys: the accepted API keys.

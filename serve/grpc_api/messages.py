@@ -26,7 +26,7 @@ _SAMPLING_SCALARS = tuple(
     field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.is_repeated and field.message_type is None
 )
 _PROMPT_ENTRIES = 1024
-"""Maximum number of prompt tokens per message with log probabilities: by default clients accept at most 4 MiB."""
+"""Maximum number of prompt tokens per message with log probabilities; clients accept at most 4 MiB by default."""
 _SLO_CLASSES = {"rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}
 
 
@@ -67,7 +67,7 @@ def slo_fields(
 
 
 def objective_names(metadata: Metadata, slo: pb.Slo | None = None) -> dict[str, str]:
-    """Return the names under which latency objectives were sent, by their names in errors of `apt_jax.validation`."""
+    """Return a map from each latency objective's name in errors of `apt_jax.validation` to the client's name."""
     sent = {key for key, _ in metadata}
     names = {}
     for part, keys in (("ttft_ms", TTFT_KEYS), ("tbt_ms", TBT_KEYS)):
@@ -159,7 +159,7 @@ def prompt_responses(delta: OutputDelta, sequence: int, tokenizer: Tokenizer | N
     Args:
         delta: output with the log probabilities.
         sequence: number of the first message in its stream.
-        tokenizer: decodes the texts of tokens; None: messages have no texts.
+        tokenizer: decodes the tokens; None: the messages contain no text of the tokens.
     """
     if delta.prompt_logprobs is None:
         return
@@ -223,7 +223,7 @@ def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
 
 
 def timings(metrics: RequestMetrics) -> pb.Timings:
-    """Return the latencies of a request in milliseconds; latencies that it does not have yet are not set."""
+    """Return the latencies of a request in milliseconds; latencies that are not known yet stay unset."""
     record = RequestRecord.from_metrics(metrics)
 
     def since_arrival(at_s: float | None) -> float | None:
@@ -274,7 +274,7 @@ def watch_response(
     Args:
         batch: the iterations.
         served_since_s: time on the engine's clock when the server started.
-        shown_id: returns the request id that the client sees for an engine's id; None is sent as "".
+        shown_id: converts an engine's request id to the id that the client may see; None is sent as "".
     """
 
     def shown(request_id: str) -> str:
@@ -287,11 +287,11 @@ def watch_response(
 
 
 def own_iterations(batch: IterationBatch, shown_id: Callable[[str], str | None], first: int) -> IterationBatch:
-    """Return the iterations for a client that may see only its own requests.
+    """Return the iterations reduced to the requests of one client, which may see only its own.
 
     Args:
         batch: the iterations; iterations without a request of the client are left out.
-        shown_id: returns the request id that the client sees for an engine's id; None for requests of other clients.
+        shown_id: converts an engine's request id to the id that the client may see; None for requests of other clients.
         first: number of the first returned iteration.
     """
     found = []

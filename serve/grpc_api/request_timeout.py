@@ -61,7 +61,7 @@ class RequestTimeout(grpc.aio.ServerInterceptor):
 
         task = asyncio.ensure_future(first())
         try:
-            # The receive operation of gRPC must not be cancelled: it ends with the RPC.
+            # gRPC's receive operation must not be cancelled; it ends with the RPC.
             await asyncio.wait({task}, timeout=self._limit_s)
             if not task.done():
                 limit = f"the request must arrive within {self._limit_s:g} s"

@@ -33,7 +33,7 @@ from serve.preprocessing import Preprocessing, PreprocessingLimits
 from serve.security.api_keys import ApiKeys
 from serve.security.tls import Tls
 
-if TYPE_CHECKING:  # it needs the extra `otel`
+if TYPE_CHECKING:  # requires the extra `otel`
     from serve.observability.tracing import Tracer
 
 # Health services of other engines are never registered: gateways probe them first and would mistake this server for such
@@ -60,7 +60,8 @@ class ServerConfig:
     keepalive_timeout_s: float = 2.5
     """Seconds after which an unanswered probe closes the connection, which frees the cache blocks of its requests."""
     max_connection_age_s: float | None = None
-    """Age in seconds, +-10 %, at which a connection stops accepting calls; its open calls continue. None: no limit."""
+    """Age in seconds (+-10 %, random) at which a connection stops accepting calls; its open calls continue. None: no
+    limit."""
     write_stall_s: float = 30.0
     """Seconds after which the requests of a client that does not read are cancelled."""
     reflection: bool = True
@@ -70,15 +71,15 @@ class ServerConfig:
     tls: Tls | None = None
     """Certificate and key for TLS; None: plaintext."""
     tracer: "Tracer | None" = None
-    """Makes traces of calls; None: no traces."""
+    """Traces the calls; None: no traces."""
     memory: MemoryGate | None = None
     """Rejects new calls while memory is short; None: no limit."""
     profiler: Profiler | None = None
     """Serves the profiling methods; None: they are not offered."""
     starting: Callable[[], StartStatus | None] = lambda: None
-    """Returns the progress of the server's start while the model loads; None if it is not known."""
+    """Returns the server's startup progress while the model loads; None if it is not known."""
     preprocessing: PreprocessingLimits = dataclasses.field(default_factory=PreprocessingLimits)
-    """Limits of the work before the engine, shared by all servers of the process."""
+    """Limits on preprocessing, shared by all servers of the process."""
 
     def options(self) -> list[tuple[str, int]]:
         """Return the gRPC channel arguments."""
@@ -125,7 +126,7 @@ class GrpcServer:
 
     Args:
         config: address and limits.
-        work: queues for preprocessing, shared with other servers; None: the server has its own.
+        work: preprocessing queues, shared with other servers; None: the server has its own.
     """
 
     def __init__(self, config: ServerConfig, work: Preprocessing | None = None) -> None:
@@ -144,7 +145,7 @@ class GrpcServer:
         return self._calls.service.num_open
 
     async def start(self) -> None:
-        """Bind the port and start to answer; health is NOT_SERVING.
+        """Bind the port and start to answer RPCs, with health NOT_SERVING.
 
         Raises:
             PortInUseError: the address cannot be bound.

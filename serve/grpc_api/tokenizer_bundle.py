@@ -1,7 +1,7 @@
 """The server's tokenizer as an archive, for gateways that tokenize and detokenize themselves.
 
 It is a ZIP archive of tokenizer.json, tokenizer_config.json (`serve.tokenizer_settings`) and config.json, made from the
-loaded tokenizer and model configuration. Equal contents give equal bytes.
+loaded tokenizer and model configuration. The same contents always give the same bytes.
 """
 
 import io

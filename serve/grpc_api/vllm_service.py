@@ -1,5 +1,5 @@
-"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM workers, such as `smg`, call. Its output is token
-ids, not text.
+"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM workers, such as `smg`, call. It outputs token ids,
+not text.
 
 The messages are defined by the package smg-grpc-proto and have the same meaning as in vLLM:
 
@@ -167,7 +167,7 @@ class _Output:
 
 
 def sampling_fields(params: Any) -> dict[str, Any]:
-    """Convert a message SamplingParams to fields of `apt_jax.SamplingParams`, unchecked and without `n`."""
+    """Convert a SamplingParams message to fields of `apt_jax.SamplingParams`, unchecked and without `n`."""
     names = [*_PLAIN, *(name for name in _OPTIONAL if params.HasField(name))]
     names += [name for name in _UNSET_IF_ZERO if getattr(params, name) != 0.0]
     fields = {name: _decimal(getattr(params, name)) for name in names}
@@ -186,7 +186,7 @@ def sampling_fields(params: Any) -> dict[str, Any]:
 
 
 def _decimal(value: Any) -> Any:
-    """Round a 32-bit number to its shortest decimal, as the user typed it and validation checks it."""
+    """Round a 32-bit number to its shortest decimal, the value that the user typed and that validation checks."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -299,7 +299,7 @@ class VllmEngine:
             yield common.GetTokenizerChunk(data=piece, sha256=digest if last else "")
 
     async def _health(self, request: Any, context: grpc.aio.ServicerContext) -> Message:
-        """Succeed only while requests are accepted: gateways start sending after any response."""
+        """Succeed only while requests are accepted, because gateways send requests after any successful response."""
         engine = self._calls.service.engine()
         if not engine.is_serving:
             raise EngineDeadError(engine.dead_reason or "the engine is shutting down")
@@ -376,7 +376,7 @@ def _tokenizer_path(parts: EngineComponents) -> str:
     """Return the path of the tokenizer's directory for gateways.
 
     Gateways read the directory if it exists, and call GetTokenizer otherwise. If the chat template comes from elsewhere,
-    the returned path therefore does not exist.
+    they must call GetTokenizer, so the returned path is one that does not exist.
     """
     if parts.tokenizer is None or parts.tokenizer.path is None:
         return ""

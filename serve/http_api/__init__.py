@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API and the endpoints for operators, over uvicorn."""
+"""HTTP server on uvicorn: APIs of OpenAI, Anthropic, Ollama and others, and the endpoints for operators."""

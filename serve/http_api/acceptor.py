@@ -1,11 +1,12 @@
-"""Accepts HTTP connections, with limits on connections in total and per client, and on file descriptors.
+"""Accepts HTTP connections within limits on the total number, the number per client and file descriptors.
 
-* Beyond a limit, the connection that has been idle longest is closed for the new one; for the limit per client, the
-  client's longest idle connection. Connections with a request in flight are never closed.
-* If all connections have a request in flight, a few reserved connections are accepted, which can call `/health` and
-  `/ready` and get 503 for any other path.
-* Some descriptors are kept for files, gRPC and the engine; connections that would use them count as beyond the limit.
-  When no descriptor is left, a few spare ones are used for reserved connections, and accepting pauses.
+* At a limit, a new connection replaces the connection that has been idle longest; at the limit per client, the longest
+  idle connection of that client. Connections with a request in flight are never closed.
+* If no connection can be closed, the new connection becomes one of a few reserved connections: it can call `/health`
+  and `/ready`, and gets 503 for any other path.
+* Some file descriptors are kept free for files, gRPC and the engine; a connection that would use one of them counts as
+  beyond the limits. When no descriptor is left at all, silent connections are closed or, if there are none, spare
+  descriptors are used for reserved connections. Accepting then pauses for a moment.
 """
 
 import asyncio
@@ -24,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 _ACCEPTS_AT_ONCE = 64
 _MAX_RESERVED = 16
-"""Maximum number of connections beyond the limits, which are for health checks."""
+"""Maximum number of reserved connections, which are accepted beyond the limits and serve only health checks."""
 _MAX_DESCRIPTORS_KEPT = 64
 _NUM_SPARES = 8
 _TURN_S = 0.05
 _SILENT_TURNS = 5
-"""Turns of `_TURN_S` without a request after which a connection may be closed if descriptors or reserved connections
-run out. Turns of the event loop are counted, not time, because a blocked loop could not have read a request."""
+"""Number of turns of `_TURN_S` without a request after which a connection may be closed if descriptors or reserved
+connections run out. Turns of the event loop are counted instead of seconds, because a blocked event loop does not read
+requests that have arrived."""
 _LOG_PERIOD_S = 60.0
 _HANDSHAKE_TIMEOUT_S = 10.0
 
@@ -49,12 +51,12 @@ class Connection:
         self.is_busy = False
         """True while a request is in flight."""
         self.turns = 0
-        """For reserved connections, the number of `_TURN_S` turns of the event loop since they were accepted; for other
-        connections, the number of times that descriptors ran out since their last request."""
+        """For a reserved connection, the number of `_TURN_S` turns of the event loop since it was accepted; for another
+        connection, the number of times that descriptors have run out since its last request."""
         self.transport: asyncio.Transport | None = None
         """Transport of the connection; None until it is connected, that is, during the TLS handshake."""
         self.task: asyncio.Task[None] | None = None
-        """Task that creates the transport; None once it has ended."""
+        """Task that creates the transport; None once it has finished."""
         self.is_started = False
         """True once `task` has begun to run."""
         self._acceptor = acceptor
@@ -66,7 +68,7 @@ class Connection:
             self._acceptor.on_busy(self)
 
     def closed(self) -> None:
-        """Record that the connection has ended."""
+        """Record that the connection has been closed."""
         self._acceptor.on_closed(self)
 
 
@@ -150,16 +152,16 @@ class Acceptor:
                 self._on_failure(error)
                 return
             if not self._admit(accepted, _client_at(address)):
-                return  # connections ended to make room are closed in the next turn of the loop
+                return  # a connection closed for this one frees its descriptor only in the next turn of the loop
 
     def _on_failure(self, error: OSError) -> None:
-        """Pause accepting after an error of `accept`. Silent connections are closed; if there are none, spare
-        descriptors are used to accept reserved connections, which may be health checks."""
+        """Pause accepting after `accept` has failed. First close silent connections; if there are none, use the spare
+        descriptors to accept reserved connections, which may be health checks."""
         if self._loop.time() - self._logged_s >= _LOG_PERIOD_S:
             self._logged_s = self._loop.time()
             reason = os.strerror(error.errno or 0).lower()
             logger.error(
-                "cannot accept connections, %d are open: %s ('ulimit -n' is the limit of open files)",
+                "cannot accept connections (%d are open): %s; 'ulimit -n' shows the limit on open files",
                 len(self._open),
                 reason,
             )
@@ -192,7 +194,8 @@ class Acceptor:
             os.close(self._spares.pop())
 
     def _admit(self, accepted: socket.socket, address: str, *, must_reserve: bool = False) -> bool:
-        """Start serving an accepted connection, or close it. Returns True if there was a free regular place for it."""
+        """Start serving an accepted connection, or close it. Returns True if it is a regular connection and no other
+        connection was closed for it."""
         had_room, room = False, not must_reserve
         if room and self._by_address[address] >= self._max_per_address:
             room = self._end_first((other for other in self._idle if other.address == address), 1)
@@ -222,8 +225,8 @@ class Acceptor:
 
     @staticmethod
     def _on_connected(accepted: socket.socket, connection: Connection) -> None:
-        connection.task = None  # breaks a cycle that would keep the socket open
-        if not connection.is_started:  # cancelled before it began: nobody else closes the socket
+        connection.task = None  # breaks a reference cycle that would keep the socket open
+        if not connection.is_started:  # cancelled before it began: nothing else closes the socket
             accepted.close()
 
     async def _connect(self, accepted: socket.socket, connection: Connection) -> None:
@@ -233,15 +236,15 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 lambda: self._make_protocol(connection), accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, asyncio.CancelledError) as error:  # not TLS, too slow, disconnected, or closed for another
-            logger.debug("a connection was not made: %r", error)
+        except (OSError, asyncio.CancelledError) as error:  # not TLS, too slow, disconnected, or replaced
+            logger.debug("a connection could not be set up: %r", error)
             connection.closed()
         except BaseException:
             connection.closed()
             raise
 
     def _end_first(self, connections: Iterable[Connection], count: int) -> bool:
-        """End the first `count` of the connections that can be ended. Returns False if none of them can be ended."""
+        """Close the first `count` connections that can be closed. Returns False if no connection can be closed."""
         ended = 0
         for connection in list(connections):
             if ended == count:
@@ -285,7 +288,7 @@ def _is_readable(connection: Connection) -> bool:
 
 
 def _client_at(address: tuple | str) -> str:
-    """Return the client of a socket address; all clients of a Unix socket count as one."""
+    """Return the identity of the client at a socket address; all clients of a Unix socket count as one client."""
     return client_of(address[0]) if isinstance(address, tuple) else "unix"
 
 

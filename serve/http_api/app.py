@@ -2,7 +2,7 @@
 
 `HttpApp.__call__` checks every call before routing: it rejects calls from web pages of other sites, then checks the
 size of the head and, unless the raw path is in `OPEN_PATHS`, the API key.
-`serve.generate_call` serves the calls that generate text (`serve.http_api.calls`).
+Calls that generate text are served by `serve.generate_call`, through `serve.http_api.calls`.
 """
 
 import asyncio
@@ -61,8 +61,7 @@ from serve.security.api_keys import ANYBODY, ApiKeys, Caller, may_see_totals, re
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = (b"/", b"/health", b"/ping", b"/ready", *(path.encode() for path in page.FILES))
-"""Paths that need no API key, matched exactly: health checks, and the pages of the dashboard and the chat, which contain
-no data."""
+"""Paths that need no API key, matched exactly: health checks, and the dashboard and chat pages, which have no data."""
 
 _SCRAPE_TIMEOUT_S = 10.0
 
@@ -166,7 +165,7 @@ class HttpApp:
         self._dashboard.drain()
 
     async def stop_batches(self) -> None:
-        """Stop the requests of batches. Unfinished batches resume at the next start of the server."""
+        """Stop the requests of all batches. Unfinished batches resume when the server is started again."""
         if self._config.batches is not None:
             await self._config.batches.stop()
 
@@ -179,7 +178,7 @@ class HttpApp:
         self._service.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Serve one call, as the entry point of the ASGI application."""
         assert scope["type"] == "http"
         scope = _below(self._config.root_path, scope)
         try:
@@ -219,7 +218,7 @@ class HttpApp:
             raise BadCallError(
                 431,
                 "headers_too_large",
-                f"the head of a request must fit in {config.max_header_bytes >> 10} KiB and {config.max_headers} fields",
+                f"a request head may have at most {config.max_header_bytes >> 10} KiB and {config.max_headers} fields",
                 CLOSE_HEADERS,
             )
         scope[CALLER_KEY] = ANYBODY
@@ -298,14 +297,14 @@ class HttpApp:
                 watcher.close()
 
     async def _decisions(self, request: Request) -> Response:
-        """Return the scheduler's decisions on a request of the caller; operators may ask for any request."""
+        """Return the scheduler's decisions about one of the caller's requests; operators may name any request."""
         given, caller = request.path_params["request_id"], _caller(request)
         bare = request_id_of(given)
         engine, found = self._service.engine(), None
         for request_id in (given, bare, f"{bare}-0"):  # the first of several prompts
             found = found or await engine.decisions(caller.engine_id(request_id))
         if found is None:
-            raise BadCallError(404, "request_not_found", f"no request {given[:140]!r} is remembered here")
+            raise BadCallError(404, "request_not_found", f"no recent request has the id {given[:140]!r}")
         others = may_see_totals(self._config.keys, caller)
         return _json(found.as_json(others=others) | {"request_id": caller.shown_id(found.request_id)})
 
@@ -404,7 +403,7 @@ class HttpApp:
         }
         code, message = codes.get(error.status_code, ("refused", "the request cannot be handled"))
         if error.status_code == 404 and self._config.batches is None and path.startswith(("/v1/files", "/v1/batches")):
-            message = "this server has no files and batches: start it with --batch-dir DIR"
+            message = "files and batches are disabled; start the server with --batch-dir DIR"
         headers = error.headers
         if error.status_code == 405:  # the router reports only the methods of the path's first route
             routes = [

@@ -26,31 +26,31 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Description(Protocol):
-    """Part of the OpenAPI document, about the paths of an extension."""
+    """The part of the OpenAPI document that describes an extension's paths."""
 
     @property
     def examples(self) -> Schema:
-        """Examples of request bodies, by schema name without the suffix ``Request``."""
+        """Examples of request bodies, keyed by schema name without the suffix ``Request``."""
         ...
 
     def paths(
         self, operation: Callable[..., Schema], get: Callable[..., Schema], post: Callable[..., Schema]
     ) -> Schema:
-        """Return the path items, by path.
+        """Return the OpenAPI path items, keyed by path.
 
         Args:
-            operation: creates an operation from a name, a summary, the successful response and further statuses.
+            operation: creates an operation from a name, a summary, the successful response and the statuses of errors.
             get, post: create a path item with one operation, as in `serve.http_api.openapi`.
         """
         ...
 
     def schemas(self) -> Schema:
-        """Return the schemas of request bodies and responses, by name."""
+        """Return the schemas of request bodies and responses, keyed by name."""
         ...
 
 
 class Extension(Protocol):
-    """Additional paths of the HTTP application, with the work behind them."""
+    """Additional paths of the HTTP application, and the background work behind them."""
 
     @property
     def description(self) -> Description: ...
@@ -59,7 +59,7 @@ class Extension(Protocol):
         """Return the routes of the extension. Called once, before the other methods.
 
         Args:
-            config: limits of calls.
+            config: limits on calls, and optional features.
             service: the engine and the queues of the application.
             safely: wraps an endpoint so that its errors become responses.
         """
@@ -76,13 +76,13 @@ class Extension(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AppConfig:
-    """Limits of calls, and optional features."""
+    """Limits on calls, and optional features."""
 
     max_body_bytes: int = 2 << 20
     body_timeout_s: float = 30.0
     """Time limit in seconds for receiving the whole body."""
     max_header_bytes: int = 16 << 10
-    """Maximum size of path, query and headers of a call together."""
+    """Maximum total size of a call's path, query and headers in bytes."""
     max_headers: int = 100
     keys: ApiKeys | None = None
     """Accepted API keys; None: calls need no key."""
@@ -91,9 +91,9 @@ class AppConfig:
     memory: MemoryGate | None = None
     """Rejects new calls while memory is short; None: no limit."""
     profiler: Profiler | None = None
-    """Serves the profiling paths; None: they do not exist."""
+    """Profiler that the profiling paths start and stop; None: these paths do not exist."""
     root_path: str = ""
-    """Optional prefix of paths, for proxies that do not strip it."""
+    """Prefix that paths of calls may have, for proxies that do not strip it; empty: no prefix."""
     dashboard: bool = True
     """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen

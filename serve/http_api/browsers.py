@@ -35,7 +35,7 @@ class BrowserRules:
     """Origins of other sites whose pages may call the server; "*" means any origin."""
 
     def check(self, scope: Scope) -> None:
-        """Check the head of a call.
+        """Check the host and the origin of a call.
 
         Raises:
             BadCallError: `Host` is not accepted (status 421), or a page of another origin sent the call (403).
@@ -47,7 +47,7 @@ class BrowserRules:
             raise BadCallError(
                 421,
                 "misdirected_request",
-                f"this host is not served here: call 127.0.0.1 or localhost, or allow its name ({HOSTS_FLAG})",
+                f"this host name is not accepted: use 127.0.0.1 or localhost, or allow the name ({HOSTS_FLAG})",
             )
         if scope["method"] in _SAFE_METHODS or "*" in self.origins:
             return
@@ -60,7 +60,7 @@ class BrowserRules:
             raise BadCallError(
                 403,
                 "origin_not_allowed",
-                f"pages of this origin may not call this server; allow it ({ORIGIN_FLAG} ORIGIN)",
+                f"pages of this origin may not call this server; allow the origin ({ORIGIN_FLAG} ORIGIN)",
             )
 
     def _serves(self, host: str | None) -> bool:
@@ -72,12 +72,12 @@ class BrowserRules:
 
 
 def browser_rules(host: str, allowed_hosts: Iterable[str], origins: Iterable[str]) -> BrowserRules:
-    """Return the rules of a server.
+    """Return the browser rules of a server.
 
     Args:
-        host: address that the server listens on. `Host` is checked if this is a loopback address or `allowed_hosts` has
-            names.
-        allowed_hosts: further accepted names; "*" turns the check of `Host` off.
+        host: address that the server listens on. `Host` is checked if this is a loopback address or `allowed_hosts` is
+            not empty.
+        allowed_hosts: additional accepted names; "*" disables the check of `Host`.
         origins: origins of other sites whose pages may call the server, or "*".
 
     Raises:
@@ -112,7 +112,7 @@ def _only(scope: Scope, name: bytes) -> str | None:
 
 
 def _is_same(origin: str | None, scheme: str, host: str | None) -> bool:
-    """Return whether an origin is the server's own according to the call's `Host`."""
+    """Return whether an origin is that of the server itself, judging by the call's scheme and `Host`."""
     theirs, ours = _ORIGIN.fullmatch(origin or ""), _HOST.fullmatch(host or "")
     if theirs is None or ours is None:
         return False

@@ -56,7 +56,7 @@ def require_json(headers: Headers) -> None:
 
 
 def owner_of(scope: Scope) -> Owner:
-    """Return the owner of a call in queues: the owner of its API key, or its client's address if there are no keys."""
+    """Return the owner under which a call is queued: the API key's owner or, without keys, the client's address."""
     caller: Caller = scope[CALLER_KEY]
     tenant, client = caller.tenant, scope.get("client")
     return ("address", None if client is None else client[0]) if tenant is None else ("key", tenant)
@@ -66,13 +66,13 @@ async def read_body(config: AppConfig, request: Request, lease: BodyLease) -> by
     """Read the whole body.
 
     Args:
-        config: limits of calls.
+        config: limits on calls.
         request: the HTTP request.
         lease: share of the memory budget for bodies; the caller must hold it until the body has been processed.
 
     Raises:
         QueueFullError: the memory budget for bodies is used up.
-        BadCallError: the body is not JSON, is compressed, too large or too slow.
+        BadCallError: the body is not JSON, is compressed, is too large or arrives too slowly.
         ClientDisconnect: the client has disconnected.
     """
     headers = request.headers
@@ -103,7 +103,7 @@ class DisconnectWatcher:
     """Waits for the client to disconnect.
 
     Args:
-        receive: ASGI `receive` of the call, whose body must have been read.
+        receive: ASGI `receive` of the call; the body must already have been read.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -156,7 +156,7 @@ class ResponseWriter:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0
-        """Status that has been sent; 0 before."""
+        """HTTP status that has been sent; 0: none yet."""
 
     async def start(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
@@ -178,7 +178,7 @@ class ResponseWriter:
 
 
 class HttpCall:
-    """One call to an endpoint that generates text, a `serve.generate_call.Transport`."""
+    """One call to an endpoint that generates text; implements `serve.generate_call.Transport`."""
 
     def __init__(
         self, endpoint: Endpoint, config: AppConfig, service: CallService, scope: Scope, receive: Receive, send: Send

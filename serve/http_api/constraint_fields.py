@@ -1,7 +1,7 @@
 """Constraints on the output, under the field names of OpenAI, vLLM, SGLang and llama.cpp.
 
 All of them become fields of `apt_jax.request.StructuredOutputsParams`, which defines their meaning;
-`apt_jax.validation` checks them. A body has at most one constraint, under any of the names.
+`apt_jax.validation` checks them. A body may have only one constraint, under any of the names.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ OTHER_NAMES: dict[str, str] = {
     "json_schema": "json",
     "grammar": "grammar",
 }
-"""Constraint fields of older vLLM versions, SGLang and llama.cpp, and the equivalent fields of `structured_outputs`."""
+"""Maps the constraint fields of older vLLM versions, SGLang and llama.cpp to the fields of `structured_outputs`."""
 
 _WHITESPACE = "guided_whitespace_pattern"
 _NONE = {"grammar": ""}
-"""Values that mean no constraint, in addition to null."""
+"""Values other than null that mean no constraint, keyed by field."""
 
 
 class Constraint(NamedTuple):
@@ -65,7 +65,7 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
     for other in given[1:]:
         if other.value != first.value:
             raise InvalidRequestError(
-                other.field, f"cannot be given together with {first.field}; an output has one constraint"
+                other.field, f"cannot be given together with {first.field}; an output can have only one constraint"
             )
     if body.get(_WHITESPACE) is not None:
         if first.field != "guided_json":
@@ -100,7 +100,7 @@ def _response_format(value: object) -> dict[str, object] | None:
 
 
 def schemas() -> dict[str, Schema]:
-    """Return the schemas of all constraint fields, by name."""
+    """Return the schemas of all constraint fields, keyed by name."""
     text = {"type": "string", "minLength": 1, "maxLength": validation.MAX_GRAMMAR_BYTES}
     whitespace = or_null({"type": "string", "minLength": 1, "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES})
     kinds: dict[str, Schema] = {
@@ -122,7 +122,8 @@ def schemas() -> dict[str, Schema]:
         OWN_FIELD: or_null({**object_of(fields, closed=True), "oneOf": exactly_one}),
         RESPONSE_FORMAT: or_null(_response_formats()),
         **others,
-        _WHITESPACE: whitespace | {"description": f"With `guided_json`: `{OWN_FIELD}.whitespace_pattern`."},
+        _WHITESPACE: whitespace
+        | {"description": f"Only with `guided_json`: the same as `{OWN_FIELD}.whitespace_pattern`."},
     }
 
 

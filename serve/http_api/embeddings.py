@@ -1,7 +1,7 @@
 """``/v1/embeddings``: pooled hidden states of texts, in OpenAI's format.
 
-Each input becomes a completion of one token, which is not shown. So it is tokenized, checked and scheduled like any
-prompt.
+Each input runs as a completion of one token, which the response leaves out. Inputs are therefore tokenized, checked and
+scheduled like any other prompt.
 """
 
 import base64
@@ -38,7 +38,10 @@ _HERE = {name: Refused(harmless, f"can only be {' or '.join(map(json.dumps, harm
 }.items()}  # fmt: skip
 
 
-Dimensions = Annotated[int, Meta(ge=1, le=MAX_INTEGER, description="Keep only the first dimensions.")] | None
+Dimensions = (
+    Annotated[int, Meta(ge=1, le=MAX_INTEGER, description="Number of dimensions to keep, counted from the first.")]
+    | None
+)
 
 
 class PooledBody(Addressed):
@@ -51,7 +54,7 @@ class PooledBody(Addressed):
 
 
 class EmbeddingBody(PooledBody):
-    needed: ClassVar = {"input": "missing; give a text, texts, token ids or lists of them"}
+    needed: ClassVar = {"input": "missing; give a text, token ids, or a list of either"}
     input: Annotated[Any, shaped(prompts)] = None
     normalize: Annotated[Flag, Meta(description="Scale to length 1.")] = True
     dimensions: Dimensions = None
@@ -60,7 +63,7 @@ class EmbeddingBody(PooledBody):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingsCall:
-    """The engine requests of one body, and the format of its response."""
+    """The engine requests built from one body, and the format of the response."""
 
     call_id: str
     model: str
@@ -69,7 +72,7 @@ class EmbeddingsCall:
     service_tier: str
     """See `serve.http_api.openai_request.CompletionCall`."""
     renamed: Renamer
-    """Renames the field of an error to its name in the body."""
+    """Renames an error's field to its name in the body."""
     dimensions: int | None = None
     normalize: bool = True
     encoding: str = "float"
@@ -80,7 +83,7 @@ class EmbeddingsCall:
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes long texts and so must run in a thread."""
+    """Return whether `read_call` must run in a thread because it tokenizes long text."""
     return completion_is_slow("completion", {"prompt": body.get("input")})
 
 
@@ -105,10 +108,10 @@ def read_call(
 
 
 def check_dimensions_of(parts: EngineComponents, dimensions: int | None) -> None:
-    """Check `dimensions` of a body.
+    """Check a body's `dimensions`.
 
     Raises:
-        InvalidRequestError: embeddings of the model have fewer dimensions.
+        InvalidRequestError: the model's embeddings have fewer dimensions.
     """
     config = parts.model_config
     check_dimensions(dimensions, MAX_INTEGER if config is None else config.embedding_size or config.hidden_size)
@@ -129,7 +132,8 @@ def embed(
         parts, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
         body: the other fields of the body.
         texts: a text, a list of texts, token ids or a list of token id lists.
-        name: returns the field name for errors: of one text for an index such as ``[3]``, of all texts for "".
+        name: returns the field name for errors about one text, given its index such as ``[3]``, or about the whole
+            field, given "".
 
     Raises:
         InvalidRequestError, UnknownModelError: see `read_call`.
@@ -168,7 +172,7 @@ def embed(
 
 
 class EmbeddingsResponse:
-    """Builds the response to one call, which is never streamed; a `serve.http_api.endpoints.ResponseBuilder`."""
+    """Builds a response, which is never streamed; implements `serve.http_api.endpoints.ResponseBuilder`."""
 
     def __init__(self, parts: EngineComponents, call: EmbeddingsCall) -> None:
         del parts

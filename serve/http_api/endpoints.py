@@ -1,6 +1,6 @@
-"""Differences between the endpoints that generate text: how a body is read, and how the response is written.
+"""Differences between the endpoints that generate text: how each reads its body and writes its response.
 
-Their calls are otherwise served in the same way (`serve.http_api.calls.HttpCall`). To add an endpoint, add an entry to
+Otherwise, their calls are served in the same way (`serve.http_api.calls.HttpCall`). To add an endpoint, add an entry to
 `ENDPOINTS`.
 """
 
@@ -28,7 +28,7 @@ from serve.http_api.responses.response import ResponsesResponse
 
 
 class TextCall(Protocol):
-    """The engine requests of one body, and the parameters of its response."""
+    """The engine requests built from one body, and the parameters of the response."""
 
     @property
     def call_id(self) -> str:
@@ -48,7 +48,7 @@ class TextCall(Protocol):
 
     @property
     def renamed(self) -> Renamer:
-        """Renames the field of an error to its name in the body."""
+        """Function that renames an error's field to its name in the body."""
         ...
 
     def with_requests(self, requests: Sequence[EngineRequest]) -> Self:
@@ -57,13 +57,13 @@ class TextCall(Protocol):
 
 
 class ResponseBuilder(Protocol):
-    """Writes the response to one call, as server-sent events or as one body."""
+    """Writes the response to one call, as a stream of events or as one body."""
 
     def events(self, index: int, delta: OutputDelta) -> bytes:
         """Return the encoded events for new output of request `index`; may be empty.
 
         Raises:
-            RequestFailedError: the output ended in a way that this kind of response cannot express.
+            RequestFailedError: the request was aborted or failed, which responses of this API cannot express.
         """
         ...
 
@@ -83,14 +83,15 @@ class ResponseBuilder(Protocol):
                 pieces of output of its only request.
 
         Raises:
-            RequestFailedError: the output ended in a way that this kind of response cannot express.
+            RequestFailedError: the request was aborted or failed, which responses of this API cannot express.
         """
         ...
 
 
 Reader = Callable[[EngineComponents, Body, Mapping[str, str], float, str | None], TextCall]
-"""Function that checks a body and builds its requests from the engine's components, the body, the headers with names in
-lower case, the arrival time on the engine's clock and the tenant. Raises the exceptions of `openai_request.read_call`."""
+"""Function that checks a body and builds its requests. Its arguments are the engine's components, the body, the headers
+(names in lower case), the arrival time on the engine's clock, and the tenant. Raises the same exceptions as
+`openai_request.read_call`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,15 +100,15 @@ class Endpoint:
 
     path: str
     id_prefix: str
-    """Prefix of the `id` of a response; the id of its request follows."""
+    """Prefix of a response's `id`; the request id follows it."""
     read: Reader
     """Checks a body and builds its requests."""
     is_slow: Callable[[Body], bool]
-    """Returns whether `read` must run in a thread, because it waits for other processes or takes long."""
+    """Returns whether `read` must run in a thread because it waits for other processes or takes long."""
     respond: Callable[[EngineComponents, Any], ResponseBuilder]
     """Creates the response builder for a call that `read` returned."""
     piecewise: bool = False
-    """True if a response that is not streamed is built from the separate pieces of its only request's output."""
+    """True if a response that is not streamed is built from the unmerged pieces of its only request's output."""
     stream_type: str = "text/event-stream; charset=utf-8"
     """Media type of a streamed response."""
 
@@ -209,6 +210,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def request_id_of(answer_id: str) -> str:
-    """Return the request id that belongs to the `id` of a response: the id without the prefix of its endpoint."""
+    """Return the request id that a response's `id` contains: the `id` without the prefix of its endpoint."""
     prefix = next((e.id_prefix for e in ENDPOINTS if answer_id.startswith(e.id_prefix)), "")
     return answer_id.removeprefix(prefix)

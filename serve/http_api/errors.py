@@ -28,17 +28,17 @@ from serve.errors import (
 )
 
 DROPPED_REASON_KEYS = ("x-llm-d-request-dropped-reason", "x-request-dropped-reason")
-"""Response headers with the reason in the server's state for not serving a request, in llm-d's vocabulary."""
+"""Response headers with the reason, in llm-d's vocabulary, if the server's state kept it from serving a request."""
 
 
 class Renamer(Protocol):
-    """Renames the field of an error to its name in the body."""
+    """Replaces the engine's name of an error's field with the field's name in the body."""
 
     def __call__(self, error: InvalidRequestError, /) -> InvalidRequestError: ...
 
 
 class BadCallError(Exception):
-    """A call is rejected for its path, size, API key, speed or another property of the HTTP request.
+    """A call is rejected because of its path, size, API key, speed or another property of the HTTP request.
 
     Args:
         status: HTTP status of the response.
@@ -121,7 +121,7 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
 
     Args:
         error: the exception that ended the request.
-        request_id: id shown to the client in place of the text of an internal error.
+        request_id: id of the request for error messages; it is shown instead of the text of an internal error.
     """
     match error:
         case BadCallError():

@@ -20,13 +20,13 @@ def prompt_around(
 
     Args:
         parts: the engine's components.
-        prefix, suffix: values of the request, not validated.
+        prefix, suffix: values from the request, not yet validated.
         names: field names of prefix and suffix, for errors.
-        begun: beginning of the text to fill in, the field `prompt` of ``/infill``.
-        files: other files as context, the field `input_extra` of ``/infill``.
+        begun: start of the text to fill in, which the output continues; the field `prompt` of ``/infill``.
+        files: other files as context; the field `input_extra` of ``/infill``.
 
     Raises:
-        InvalidRequestError: the model has no fill-in-the-middle tokens, or a value is not text or too long.
+        InvalidRequestError: the model has no fill-in-the-middle tokens, or a value is not text or is too long.
     """
     maker = fill_in_middle(parts.tokenizer, names[1])
     texts = [
@@ -37,7 +37,7 @@ def prompt_around(
 
 
 def ending_with_middle(parts: EngineComponents, request: EngineRequest) -> EngineRequest:
-    """Return the request with the tokens that end filled-in text as further stop tokens, unless it has `ignore_eos`."""
+    """Return the request with the tokens that end filled-in text among its stop tokens, unless it has `ignore_eos`."""
     params = request.params
     if params.ignore_eos:
         return request

@@ -1,7 +1,8 @@
-"""Output of a model as a list of items, of which at most one is open, for responses of the Responses and Messages APIs.
+"""Splits a model's output into items (text, reasoning, tool calls) for the Responses and Messages APIs.
 
-An item begins with the first event of its kind, grows, and ends when an event of another kind or the start of another
-tool call follows. Items produce events when they begin, grow and end, which are sent if the call streams.
+At most one item is open at a time. An item begins with the first event of its kind, grows, and ends when an event of
+another kind or the start of another tool call follows. Each of these changes produces events, which are sent if the
+call streams.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,10 +18,10 @@ Json = dict[str, Any]
 
 
 class Item(Protocol):
-    """An item of a response, while it grows. Its events are JSON objects with a `type`."""
+    """An item of a response that is being generated. Its events are JSON objects with a `type`."""
 
     def begin(self) -> Iterable[Json]:
-        """Return the events of the item's beginning."""
+        """Return the events that open the item."""
         ...
 
     def grow(self, text: str) -> Iterable[Json]:
@@ -28,19 +29,19 @@ class Item(Protocol):
         ...
 
     def end(self, cut: bool) -> Iterable[Json]:
-        """Return the events of the item's end; `cut` is true if the output reached its maximum length in the item."""
+        """Return the events that close the item; `cut` is true if the output reached its maximum length within it."""
         ...
 
     def whole(self) -> Json:
-        """Return the complete item as in the response, once it has ended."""
+        """Return the complete item for the response. Call it after `end`."""
         ...
 
 
 class ItemStream:
-    """The items of one output, and their stream of events.
+    """Collects the items of one output and queues their events.
 
     Args:
-        call: the call that is answered.
+        call: the call that the output answers.
         make: creates an item from its first event, which is never a `CallArguments`, and its index in the response.
         numbered: whether events have a `sequence_number`.
     """
@@ -57,7 +58,7 @@ class ItemStream:
         self._parser = call.output.parser()
         self._open: Item | None = None
         self._kind: type[OutputEvent] = ContentText
-        """Type of the event with which the open item began."""
+        """Type of the open item's first event."""
         self._events: list[bytes] = []
         self._number = 0
 
@@ -67,7 +68,7 @@ class ItemStream:
         return bool(self.items) or self._open is not None
 
     def take(self, delta: OutputDelta, before: Callable[[list[OutputEvent]], object] = lambda events: None) -> None:
-        """Process new output; `before` is called with its events before the items get them."""
+        """Process new output; `before` is called with its events before they are added to items."""
         self.last = delta
         self.num_tokens += len(delta.token_ids)
         events = list(self._parser.push(delta.text, delta.finished))
@@ -118,7 +119,7 @@ class ItemStream:
         self._number += 1
 
     def taken(self) -> bytes:
-        """Return the encoded events since the last call."""
+        """Return the encoded events that have been queued since the last call."""
         events, self._events = b"".join(self._events), []
         return events
 
@@ -128,7 +129,7 @@ class ItemStream:
 
 
 def check_end(delta: OutputDelta) -> None:
-    """Check that output continues, or has ended with the finish reason "stop" or "length".
+    """Check that output is unfinished, or has the finish reason "stop" or "length".
 
     Raises:
         RequestFailedError: the request was aborted.

@@ -40,13 +40,13 @@ def object_of(fields: Mapping[str, Schema], *, required: tuple[str, ...] = (), c
 
 
 def closed(fields: Mapping[str, Schema], *, optional: tuple[str, ...] = ()) -> Schema:
-    """Return the schema of an object without further fields that requires all fields except the optional ones."""
+    """Return the schema of an object that has only these fields, of which all but `optional` are required."""
     required = tuple(name for name in fields if name not in optional)
     return object_of(fields, required=required, closed=True)
 
 
 def or_null(schema: Schema) -> Schema:
-    """Return the schema extended to allow null, which means the same as an absent field."""
+    """Return the schema with null allowed as well, which means the same as an absent field."""
     kind = schema.get("type")
     if isinstance(kind, str) and not schema.keys() & {"anyOf", "oneOf", "enum", "const"}:
         return {**schema, "type": [kind, "null"]}
@@ -57,10 +57,10 @@ def or_null(schema: Schema) -> Schema:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about the model on which the bounds in schemas depend."""
+    """Facts about the model that determine bounds in the schemas."""
 
     limits: RequestLimits | None = None
-    """Limits of the model; None while there is no engine, when no model limits lengths and token ids."""
+    """Limits of the model; None while there is no engine, so lengths and token ids have only general bounds."""
     models: Sequence[str] = ()
     """Model names that requests may use; empty: any name."""
 
@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def token_ids(self) -> Schema:
-        """Schema of a prompt of token ids that leaves room for one output token."""
+        """Schema of a prompt of token ids that is short enough for at least one output token."""
         return list_of(self.token, 1, MAX_INTEGER if self.limits is None else self.limits.max_model_len - 1)
 
     @property
@@ -89,12 +89,12 @@ class Facts:
         return int(REQUEST_FIELDS["n"].max or 1) if self.limits is None else self.limits.max_sequences
 
     def optional(self, name: str) -> Schema:
-        """Return the schema of a request field that may be null, with its default."""
+        """Return the schema of a request field, with null allowed and with its default."""
         default = REQUEST_FIELDS[name].default
         return or_null(self.field(name)) | ({} if default in (None, ()) else {"default": default})
 
     def field(self, name: str) -> Schema:
-        """Return the schema of a request field, made from its declaration in `REQUEST_FIELDS`."""
+        """Return the schema of a request field, derived from its declaration in `REQUEST_FIELDS`."""
         spec = REQUEST_FIELDS[name]
         match spec.type:
             case "integer":

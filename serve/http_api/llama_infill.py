@@ -1,7 +1,7 @@
 """llama.cpp's ``/infill``, which its editor plugins call to fill in text between a prefix and a suffix.
 
-Request bodies are translated to completion requests. llama.cpp's sampler order, time limits and options for cache and
-slots are ignored. Sampling options that are not given have llama.cpp's defaults.
+Request bodies are converted to completion requests. llama.cpp's options for sampler order, time limits, cache and slots
+are ignored. Sampling options that are not given have llama.cpp's defaults.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ Json = dict[str, Any]
 
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 NAMES = {"repetition_penalty": "repeat_penalty", "prompt": "input_prefix", "max_tokens": "n_predict"}
-"""Fields of completions, and their names in bodies of ``/infill``."""
+"""Maps fields of completions to their names in bodies of ``/infill``."""
 _SAME = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("ignore_eos", "logit_bias", "stream"),
@@ -61,9 +61,11 @@ class InfillBody(Addressed):
     also: ClassVar = {name: Generation.also[name] for name in _CONSTRAINTS}
     input_prefix: str = ""
     input_suffix: str = ""
-    prompt: Annotated[Text, Meta(description="The beginning of the text to fill in.")] = None
+    prompt: Annotated[Text, Meta(description="Start of the text to fill in; the output continues it.")] = None
     input_extra: Annotated[list[FileBody], Meta(min_length=0, max_length=_MAX_FILES)] | None = None
-    n_predict: Annotated[Bits32, Meta(description="Below 0: as many as fit; 0: only cache the prompt.")] = None
+    n_predict: Annotated[
+        Bits32, Meta(description="Maximum number of output tokens; below 0: as many as fit; 0: only cache the prompt.")
+    ] = None
     stream: Flag = None
     response_fields: Annotated[list[str], Meta(min_length=0, max_length=_MAX_SHOWN)] | None = None
     temperature: EngineField = None
@@ -92,7 +94,7 @@ class InfillCall(TranslatedCall):
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes long texts and so must run in a thread."""
+    """Return whether `read_call` must run in a thread because it tokenizes long text."""
     extra = body.get(_EXTRA)
     texts = [body.get(name) for name in (_PREFIX, _SUFFIX, "prompt")]
     return bool(extra) or sum(len(text) for text in texts if isinstance(text, str)) > LONG_PROMPT_CHARS
@@ -147,7 +149,7 @@ def _room(parts: EngineComponents, ids: Sequence[int]) -> int:
 
 
 class InfillResponse:
-    """Builds the response to one call; a `serve.http_api.endpoints.ResponseBuilder`.
+    """Builds the response to one call; implements `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
         parts: the engine's components; not used.
@@ -229,7 +231,7 @@ def _timings(metrics: RequestMetrics, prompt_len: int, num_tokens: int) -> Json:
 
 
 def _only(answer: Json, shown: Sequence[str]) -> Json:
-    """Return the fields of a response that the client asked for, by path; missing fields are left out."""
+    """Return the fields that the client asked for, keyed by path; fields that do not exist are left out."""
     if not shown:
         return answer
     made: Json = {}
@@ -254,7 +256,7 @@ EXAMPLES: Schema = {
 
 
 def answers() -> dict[str, Schema]:
-    """Return the schemas of responses, by name. Objects allow no further fields, so that every field is documented."""
+    """Return the schemas of responses, keyed by name. Objects allow no other fields, so every field must be listed."""
     counts = dict.fromkeys(("index", "id_slot", "tokens_predicted", "tokens_evaluated"), COUNT)
     number = {"type": "number"}
     timings = {"cache_n": COUNT}
@@ -265,7 +267,7 @@ def answers() -> dict[str, Schema]:
         "stopping_word": STRING, "has_new_line": FLAG, "truncated": {"const": False}, "tokens_cached": COUNT,
         "timings": closed(timings),
     }  # fmt: skip
-    picked = {"type": "object", "description": f"With `{_SHOWN}`: only those fields."}
+    picked = {"type": "object", "description": f"If `{_SHOWN}` is given: only these fields."}
     return {
         "Infill": {"anyOf": [closed(whole), picked]},
         "InfillChunk": {"anyOf": [closed({"content": STRING, **counts, "stop": {"const": False}}), closed(whole)]},

@@ -27,7 +27,7 @@ TEXT: Schema = {"type": "string", "minLength": 1}
 
 
 def _message() -> Schema:
-    """Return the schema of a message with content, tool calls or both. Further fields are ignored."""
+    """Return the schema of a message with content, tool calls or both. Other fields are ignored."""
     part = {
         "anyOf": [
             STRING,
@@ -145,7 +145,7 @@ class Slo(Record, forbid_unknown_fields=True):
 
 
 class Addressed(Record):
-    """Fields that have the same meaning in all bodies."""
+    """Fields with the same meaning in the bodies of all endpoints that run the model."""
 
     model: Model = None
     request_id: Annotated[Any, fixed(or_null({"type": "string", "pattern": f"^{REQUEST_ID_PATTERN}$"}))] = None
@@ -156,7 +156,7 @@ class Addressed(Record):
             Meta(
                 ge=-MAX_PRIORITY,
                 le=MAX_PRIORITY,
-                description="As in vLLM: above 0 is best effort, below 0 real time, if no class is given.",
+                description="If no class is given: above 0 is best effort, below 0 is real time.",
             ),
         ]
         | None
@@ -214,7 +214,9 @@ class Generation(Addressed):
 
 class CompletionBody(Generation):
     refused: ClassVar = REFUSED | {
-        "add_special_tokens": Refused((True,), "can only be true here; send token ids for other prompts")
+        "add_special_tokens": Refused(
+            (True,), "can only be true here; for a prompt without special tokens, send token ids"
+        )
     }
     needed: ClassVar = {"prompt": "missing; give text or token ids"}
     prompt: Annotated[Any, shaped(prompts)] = None
@@ -222,7 +224,7 @@ class CompletionBody(Generation):
         Any,
         shaped(
             lambda facts: or_null(integer(0, facts.max_output)) | {"default": SamplingParams().max_tokens},
-            "0 only with `echo` or `prompt_logprobs`.",
+            "0 is accepted only with `echo` or `prompt_logprobs`.",
         ),
     ] = None
     logprobs: EngineField = None
@@ -262,8 +264,8 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
 
 
 class ConversationBody(Record):
-    """Fields that determine the prompt of a conversation. `ChatBody` repeats them, because records have only one base
-    class."""
+    """Fields that determine the prompt of a conversation. `ChatBody` repeats them, because a record can have only one
+    base class."""
 
     needed: ClassVar = {"messages": "missing; give a list of messages"}
 
@@ -283,7 +285,9 @@ class SharedBody(Generation):
     """Fields of chat completions that other chat APIs accept as well."""
 
     refused: ClassVar = REFUSED | {
-        "add_special_tokens": Refused((False,), "can only be false here; send token ids for other prompts"),
+        "add_special_tokens": Refused(
+            (False,), "can only be false here, because the chat template adds special tokens"
+        ),
         "echo": Refused((False,), "is not supported for chats"),
     }
     add_generation_prompt: Flag = None
@@ -306,10 +310,10 @@ class ChatBody(SharedBody):
 
 
 def elsewhere(**words: str) -> dict[str, Refused]:
-    """Return the fields of chat completions that another API refuses.
+    """Return the fields of chat completions that another API refuses, keyed by name.
 
     Args:
-        words: by field, the equivalent field or path of that API, for the error text.
+        words: for each refused field, its replacement for the error message: a field of that API, or an endpoint.
     """
     alone = {
         "best_of": (1,),

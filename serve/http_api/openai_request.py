@@ -45,11 +45,11 @@ Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
 
 MAX_CONTAINERS = 2**16
-"""Maximum number of lists and objects in one body, because the parser holds the GIL while it makes them."""
+"""Maximum number of lists and objects in one body; limited because the parser holds the GIL while it creates them."""
 MAX_NAMES = 3 * 2**15
-"""Maximum number of names in all objects of one body, because the parser holds the GIL; enough for any conversation."""
+"""Maximum number of names in one body; limited because the parser holds the GIL, but enough for any conversation."""
 MAX_VALUES = 2**19
-"""Maximum number of values in one body, because the parser holds the GIL; enough for any prompt of token ids."""
+"""Maximum number of values in one body; limited because the parser holds the GIL, but enough for any prompt."""
 _MAX_EFFORT_CHARS = 32
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
@@ -100,16 +100,16 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _fraction(text: str) -> float:
-    """Parse a number with a fraction or exponent. Without a Python function the parser would never release the GIL while
-    it parses a long list of such numbers."""
+    """Parse a number with a fraction or exponent. Because this is a Python function, the parser can release the GIL
+    while it parses a long list of such numbers."""
     return float(text)
 
 
 def _surplus(data: bytes) -> str | None:
-    """Return the limit that a JSON body exceeds, as text for the error such as "65536 lists and objects", or None.
+    """Return the limit that a JSON body exceeds, as text for the error message, such as "65536 lists and objects".
 
-    Characters in strings are not counted. Takes time linear in the size of `data`. The counts are exact up to the first
-    syntax error, where the parser stops.
+    None if it exceeds no limit. Characters in strings are not counted. Takes time linear in the size of `data`. The
+    counts are exact up to the first syntax error, where the parser stops.
     """
     bounds = ((MAX_CONTAINERS, "lists and objects", b"[{"), (MAX_NAMES, "names", b":"), (MAX_VALUES, "values", b","))
     doubtful = [bound for bound in bounds if sum(map(data.count, bound[2])) > bound[0]]
@@ -127,7 +127,7 @@ def _surplus(data: bytes) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionCall:
-    """The engine requests of one body, and the format of the response."""
+    """The engine requests built from one body, and the format of the response."""
 
     kind: Kind
     call_id: str
@@ -147,7 +147,7 @@ class CompletionCall:
     echoes: Sequence[str] | None
     """Text of each prompt, which is repeated before its completions; None without `echo`."""
     echo_logprobs: bool = False
-    """True if log probabilities begin with the tokens of the echoed prompt."""
+    """True if log probabilities begin with the log probabilities of the echoed prompt."""
     prompt_logprobs: bool = False
     """True if choices have the log probabilities of the prompt."""
     without_output: bool = False
@@ -155,15 +155,15 @@ class CompletionCall:
     token_ids: bool
     """True if choices have token ids."""
     tokens_as_ids: bool
-    """True if log probabilities show tokens as ids instead of texts."""
+    """True if log probabilities show tokens as ids instead of text."""
     timings: bool
     """True if choices have timings and SLO attainment."""
     service_tier: str
     """Service tier of the call (`serve.slo_headers.USED_TIERS`)."""
     renamed: Renamer
-    """Renames the field of an error to its name in the body."""
+    """Renames an error's field to its name in the body."""
     output: OutputPlan = OutputPlan()  # noqa: RUF009 - frozen
-    """How outputs are parsed: `output.parser()` creates the parser of one choice."""
+    """Determines how outputs are parsed: `output.parser()` creates the parser of one choice."""
     functions: bool = False
     """True if the body has `functions`, in which case choices have `function_call` instead of `tool_calls`."""
 
@@ -172,7 +172,7 @@ class CompletionCall:
 
 
 def is_slow(kind: Kind, body: Body) -> bool:
-    """Return whether `read_call` waits for other processes or tokenizes long texts and so must run in a thread."""
+    """Return whether `read_call` must run in a thread because it waits for other processes or tokenizes long text."""
     texts = body.get("prompt"), body.get("suffix") or ""
     return kind == "chat" or not all(isinstance(text, str) and len(text) <= LONG_PROMPT_CHARS for text in texts)
 
@@ -213,7 +213,7 @@ def build_call(
     tenant: str | None,
     given: Body = types.MappingProxyType({}),
 ) -> CompletionCall:
-    """Build the requests of a body that has been read as a record; see `read_call`.
+    """Build the requests for a body that has already been converted to a record; see `read_call`.
 
     Args:
         parts, headers, arrival_s, tenant: see `read_call`.
@@ -302,7 +302,7 @@ def _check_best_of(parts: EngineComponents, best_of: object, n: int) -> None:
 
 
 def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a body sets, not validated."""
+    """Return the fields of `SamplingParams` that a body sets, not yet validated."""
     fields = {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(body.logit_bias)
@@ -334,8 +334,8 @@ def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[st
 
 
 def _logit_bias(value: object) -> object:
-    """Convert the keys, which are token ids as strings in JSON, to numbers; validation rejects keys that are not token
-    ids."""
+    """Convert the keys of `logit_bias`, which JSON requires to be strings, to token ids. Other keys are kept, because
+    validation rejects them."""
     if not isinstance(value, Mapping):
         return value
     changed = {int(k) if _TOKEN_ID.fullmatch(k) else k: v for k, v in value.items()}
@@ -345,9 +345,9 @@ def _logit_bias(value: object) -> object:
 
 
 _SLO_PARTS = {"ttft_ms": "slo_ttft_ms", "tbt_ms": "slo_tbt_ms", "class": "slo_class", "deadline_ms": "deadline_ms"}
-"""Fields of `slo`, and the equivalent top-level fields."""
+"""Maps fields of `slo` to the equivalent top-level fields."""
 _SLO_KEYS = {"ttft_ms": TTFT_KEYS, "tbt_ms": TBT_KEYS}
-"""Fields of `slo`, and the equivalent headers."""
+"""Maps fields of `slo` to the equivalent headers."""
 
 
 def _nested_slo(body: Generation, part: str) -> object:
@@ -355,7 +355,7 @@ def _nested_slo(body: Generation, part: str) -> object:
 
 
 def _slo_names(body: Generation, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the names under which the client sent latency objectives, by the names that errors have for them."""
+    """Return a map from the names that errors use for latency objectives to the names that the client used."""
     names: dict[str, str] = {}
     for part, flat in _SLO_PARTS.items():
         sent = [flat] if getattr(body, flat) is not None else []
@@ -380,9 +380,7 @@ def _slo_value(body: Generation, part: str) -> object:
 def _slo_fields(body: Generation, headers: Mapping[str, str]) -> dict[str, Any]:
     """Return the latency objectives and SLO class from the body, or else from headers; None: the server's default."""
     ttft, tbt, slo_class = (_slo_value(body, part) for part in ("ttft_ms", "tbt_ms", "class"))
-    of_priority = (
-        ("be" if body.priority > 0 else "rt") if body.priority else None
-    )  # as in vLLM, lower values come first
+    of_priority = ("be" if body.priority > 0 else "rt") if body.priority else None  # as in vLLM, lower values run first
     return {
         "slo_ttft_ms": milliseconds(headers, TTFT_KEYS) if ttft is None else ttft,
         "slo_tbt_ms": milliseconds(headers, TBT_KEYS) if tbt is None else tbt,
@@ -396,7 +394,7 @@ def _tier(body: Generation, headers: Mapping[str, str]) -> object:
 
 
 def _prompts(parts: EngineComponents, body: CompletionBody) -> list[dict[str, Any]]:
-    """Return a `prompt` or `prompt_token_ids` field for each prompt, not validated."""
+    """Return a `prompt` or `prompt_token_ids` field for each prompt, not yet validated."""
     prompt = body.prompt
     if body.suffix:
         return [{"prompt_token_ids": ids} for ids in _around_middle(parts, body, body.suffix)]
@@ -412,7 +410,7 @@ def _prompts(parts: EngineComponents, body: CompletionBody) -> list[dict[str, An
 
 
 def _around_middle(parts: EngineComponents, body: CompletionBody, suffix: str) -> list[list[int]]:
-    """Return the token ids of each prompt of a body with a `suffix`."""
+    """Return the token ids of each prompt in a body that has a `suffix`."""
     for name in ("echo", "truncate_prompt_tokens"):
         if getattr(body, name):
             raise InvalidRequestError(name, "cannot be given together with suffix")
@@ -423,7 +421,7 @@ def _around_middle(parts: EngineComponents, body: CompletionBody, suffix: str) -
 
 
 def _conversation(parts: EngineComponents, body: ChatBody) -> list[dict[str, Any]]:
-    """Return the conversation as a list of one prompt of token ids."""
+    """Return a list of one prompt: the token ids of the conversation."""
     return [{"prompt_token_ids": conversation_ids(parts, body, truncated=body.truncate_prompt_tokens is not None)}]
 
 
@@ -488,7 +486,7 @@ def _echoes(parts: EngineComponents, requests: Iterable[EngineRequest]) -> Seque
 
 
 def _echo(tokenizer: Tokenizer, request: EngineRequest) -> str:
-    """Return the text of a prompt of token ids. An incomplete character at its end is left for the output."""
+    """Return the text of a prompt of token ids, without an incomplete last character, which the output completes."""
     text = tokenizer.decode(request.prompt_token_ids.tolist(), skip_special_tokens=False)
     if request.grammar is not None:
         return text

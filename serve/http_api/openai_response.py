@@ -1,4 +1,4 @@
-"""Responses of OpenAI's completions and chat completions, streamed as chunks or as one body."""
+"""Responses of OpenAI's completions and chat completions, streamed as chunks or sent as one body."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ class CompletionResponseBuilder:
         count = len(call.requests)
         self._begun = [False] * count
         self._text_len = [len(self._echo(i)) for i in range(count)]
-        """Number of characters before the next token of each choice, for `text_offset`."""
+        """For each choice, the number of characters before its next token, for `text_offset`."""
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
         """Detokenizer of each choice with log probabilities."""
         self._num_tokens = [0] * count
@@ -69,7 +69,7 @@ class CompletionResponseBuilder:
             self._count(index, delta)
             return text.join(around)
         whole = json_bytes(self.chunk(index, delta))
-        # No JSON string contains this: its quotes would be escaped.
+        # No string in the JSON can contain this key, because its quotes would be escaped.
         before, key, rest = whole.partition(b'"content":' if self._is_chat else b'"text":')
         self._around[index] = before + key, rest[len(text) :]
         return whole
@@ -204,8 +204,8 @@ class CompletionResponseBuilder:
     # --- log probabilities
 
     def _logprobs(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
-        """Return the log probabilities of new tokens in OpenAI's format, after the log probabilities of an echoed prompt;
-        None if the call does not ask for log probabilities."""
+        """Return the log probabilities of new tokens in OpenAI's format, after the log probabilities of an echoed
+        prompt, if any. None if the call does not ask for log probabilities."""
         if delta.logprobs is None:
             return None
         if self._is_chat:
@@ -251,10 +251,10 @@ class CompletionResponseBuilder:
     def _echoed(
         self, index: int, prompt: Sequence[int], entries: list[dict[int, Logprob] | None]
     ) -> tuple[list[str], list[int]]:
-        """Return the texts of the tokens of an echoed prompt, and their offsets in it in characters.
+        """Return the text of each token of an echoed prompt, and its offset in the prompt in characters.
 
-        If the prompt begins without the leading space in the text of its first token, the space is removed from this text
-        and, in place, from the texts of `entries` at this position.
+        If the first token that has text begins with a space that the prompt does not have, the space is removed from
+        its text and, in place, from the texts in `entries` at its position.
         """
         tokenizer, echo = self._parts.tokenizer, self._echo(index)
         if tokenizer is None:
@@ -263,7 +263,7 @@ class CompletionResponseBuilder:
         texts += [None if entry is None else entry[t].decoded_token for t, entry in zip(prompt, entries, strict=True)][
             1:
         ]
-        # The echo of token ids shows special tokens; the text that a client has sent does not.
+        # The echo of token ids includes special tokens; the echo of a text is the text that the client sent.
         shows_special = self._call.requests[index].prompt is None
         detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=not shows_special)
         pieces = [detokenizer.push(token_id) for token_id in prompt]
@@ -289,8 +289,8 @@ class CompletionResponseBuilder:
         return [self._chat_logprob(t, entry, most, skip) for t, entry in zip(token_ids, entries, strict=True)]
 
     def _prompt_logprobs(self, delta: OutputDelta) -> list[dict[str, Any] | None] | None:
-        """Return the log probabilities of the prompt in vLLM's format: for each token a mapping by token id, None for the
-        first token; None if the output does not have them."""
+        """Return the prompt's log probabilities in vLLM's format: for each token a map keyed by token id, or None for
+        the first token. None: the output has no log probabilities of the prompt."""
         if delta.prompt_logprobs is None:
             return None
         prompt = delta.request.prompt_token_ids.tolist()
@@ -305,8 +305,8 @@ class CompletionResponseBuilder:
         ]
 
     def _by_text(self, entry: dict[int, Logprob]) -> dict[str, float]:
-        """Return log probabilities by text. If several tokens have the same text, the first in `entry` counts: the
-        sampled token, else the most likely token."""
+        """Return log probabilities keyed by token text. If several tokens have the same text, the first in `entry` is
+        used: the sampled token, or else the most likely token."""
         named: dict[str, float] = {}
         for token_id, one in entry.items():
             named.setdefault(self._token(token_id, one), _finite(one.logprob))
@@ -341,8 +341,8 @@ class CompletionResponseBuilder:
 
 
 class CompletionResponse:
-    """Encodes the response to one call; a `serve.http_api.endpoints.ResponseBuilder`. Chunks are sent as events, and
-    `[DONE]` is the last event."""
+    """Encodes the response to one call; implements `serve.http_api.endpoints.ResponseBuilder`. Chunks are sent as
+    events, and `[DONE]` is the last event."""
 
     def __init__(self, parts: EngineComponents, call: CompletionCall) -> None:
         self._builder = CompletionResponseBuilder(parts, call)
@@ -370,7 +370,7 @@ def _finite(logprob: float) -> float:
 
 
 def timings_payload(delta: OutputDelta) -> dict[str, Any]:
-    """Return the timings, SLO attainment and cache use of a request; values that it does not have are None."""
+    """Return the timings, SLO attainment and cache use of a request; unknown values are None."""
     metrics, request = delta.metrics, delta.request
     record = RequestRecord.from_metrics(metrics, ok=delta.finish_reason in ("stop", "length"))
     return {

@@ -2,10 +2,11 @@
 
 The bounds come from the code that enforces them (`apt_jax.validation`, `apt_jax.text.chat`,
 `serve.http_api.openai_request`) and, once there is an engine, from its model: lengths, vocabulary, names. Values that a
-schema forbids are rejected with status 400, except for an objective in a header if the body has the same objective. The
-reverse does not hold: a schema cannot express that the prompt and `max_tokens` must fit the model's length, that two
-fields exclude each other, that 1.0 is not an integer or that a grammar must compile. Fields that a schema does not list
-are ignored, unless it allows no further fields. The pages of the dashboard and the chat are not described.
+schema forbids are rejected with status 400, except for an objective in a header if the body has the same objective.
+Values that a schema allows may be rejected too, because a schema cannot express that the prompt and `max_tokens` must
+fit the model's length, that two fields exclude each other, that 1.0 is not an integer or that a grammar must compile.
+Fields that a schema does not list are ignored, unless it forbids other fields. The dashboard and chat pages are not
+described.
 """
 
 from collections.abc import Iterable
@@ -57,7 +58,7 @@ _ERRORS: dict[int, tuple[str, str]] = {
     408: ("Timeout", "The deadline has passed, or the head or body arrived too slowly."),
     413: ("TooLarge", "The body is too large."),
     415: ("UnsupportedMediaType", "The body must be JSON and not compressed."),
-    421: ("Misdirected", "This host is not served here."),
+    421: ("Misdirected", "This host name is not accepted."),
     429: ("QueueFull", "The server is overloaded, or the objective cannot be met."),
     431: ("HeadTooLarge", "The head of the request is too large."),
     500: ("Failed", "This request failed because of its own content; do not send it again."),
@@ -77,10 +78,10 @@ def document(
     profiles: bool = False,
     batches: Description | None = None,
 ) -> Schema:
-    """Return the whole document.
+    """Return the OpenAPI document.
 
     Args:
-        limits: limits of the model; None while there is no engine, when no model limits lengths and token ids.
+        limits: limits of the model; None while there is no engine, so lengths and token ids have only general bounds.
         models: model names that requests may use; empty: any name.
         has_keys: whether calls need an API key.
         profiles: whether the profiling paths exist (`serve.observability.profiler`).
@@ -172,7 +173,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Descripti
         "/v1/responses": post("Responses", "Answer a conversation (OpenAI's Responses API); nothing is stored.", _generated("Responses", decisions, responses_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages": post("Messages", "Answer a conversation (Anthropic's Messages API).", _generated("Messages", decisions, messages_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages/count_tokens": post("CountTokens", "Number of prompt tokens of a conversation.", _good("CountTokens")),
-        "/v1/embeddings": post("Embedding", "Embed texts: their pooled hidden states.", {**_good("Embedding"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
+        "/v1/embeddings": post("Embedding", "Embed texts as pooled hidden states.", {**_good("Embedding"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
         "/v1/score": post("Score", "Similarity of texts: the cosine of their embeddings.", {**_good("Score"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
         **{
             path: post(name, "Rank documents by their similarity to a query.", {**_good("Rerank"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers(), body="Rerank")
@@ -264,7 +265,7 @@ def _generated(name: str, link: Schema, event: str | None = None) -> Schema:
 
     Args:
         name: name of the schema of the body.
-        link: links of the response.
+        link: link from the response to the decisions about its request.
         event: name of the schema of events; None: the schema of chunks.
     """
     good = _good(name)
@@ -273,7 +274,7 @@ def _generated(name: str, link: Schema, event: str | None = None) -> Schema:
         if event
         else {
             "x-event-schema": {"anyOf": [ref(f"{name}Chunk"), ref("Error")]},
-            "x-last-event": "data: [DONE]; after an error there is none",
+            "x-last-event": "data: [DONE], except after an error",
         }
     )
     return {
@@ -322,10 +323,10 @@ def _slo_headers() -> list[Schema]:
     tier = {"type": "string", "enum": sorted(objectives.TIERS)}
     bounds = f"in {REQUEST_FIELDS['slo_ttft_ms'].range}"
     texts = {
-        **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token in milliseconds, {bounds}, if the body has none. If several of these headers are sent, the first counts."),
-        **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens in milliseconds, {bounds}, if the body has none. If several of these headers are sent, the first counts."),
+        **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token in milliseconds, {bounds}, if the body has none. If several of these headers are sent, the first in this list is used."),
+        **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens in milliseconds, {bounds}, if the body has none. If several of these headers are sent, the first in this list is used."),
         objectives.TIER_KEY: "Class of the request, if the body has none.",
-        objectives.QUEUE_TTL_KEY: "Maximum time in the queue (1500ms, 2s, 1m30s), if shorter than --set max_queue_s; after it, 429.",
+        objectives.QUEUE_TTL_KEY: "Maximum time in the queue (1500ms, 2s, 1m30s), if shorter than --set max_queue_s; after that, status 429.",
     }  # fmt: skip
     ttl = {"type": "string", "pattern": f"^{objectives.DURATION_PATTERN}$", "examples": ["1500ms", "1m30s"]}
     schemas = {objectives.TIER_KEY: tier, objectives.QUEUE_TTL_KEY: ttl}
@@ -404,8 +405,8 @@ def _said() -> Schema:
 
 
 def _delta() -> Schema:
-    """Return the schema of a chunk's addition to the message: for a tool call first its name, then pieces of its
-    arguments."""
+    """Return the schema of the part that a chunk adds to the message. Chunks add the name of a tool call first, then
+    pieces of its arguments."""
     function = closed({"name": STRING, "arguments": STRING}, optional=("name",))
     text = closed({"name": STRING, "input": STRING}, optional=("name",))
     head = {"index": COUNT, "id": STRING}
@@ -422,7 +423,7 @@ def _delta() -> Schema:
 
 
 def _answers() -> Schema:
-    """Return the schemas of responses, by name. Objects allow no further fields, so that every field is documented."""
+    """Return the schemas of responses, keyed by name. Objects allow no other fields, so every field must be listed."""
     maybe_number = or_null(_NUMBER)
     tier = {"enum": list(objectives.USED_TIERS)}
     head = {"id": STRING, "created": COUNT, "model": STRING, "service_tier": tier, "system_fingerprint": NULL}

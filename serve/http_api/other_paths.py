@@ -1,4 +1,4 @@
-"""Paths of other servers that this server does not have, with the hints that 404 responses give."""
+"""Paths of other servers that this server does not have, and the hints for them in 404 responses."""
 
 import difflib
 from collections.abc import Collection
@@ -135,11 +135,11 @@ ELSEWHERE: dict[str, str] = {
 """Hint for each path and all paths below it. If the path ends with a slash, the hint is only for the paths below it."""
 
 _PREFIXES_OF_CLIENTS = ("/v1", "/api", "/openai", "/v1beta")
-"""Prefixes that clients with a wrong base URL put before a path, possibly several times."""
+"""Prefixes that clients with a wrong base URL add to a path, possibly several times."""
 
 
 def hint(path: str, known: Collection[str]) -> str:
-    """Return the hint for the error message about an unknown path: its replacement or a similar path; may be empty.
+    """Return a hint for the error message about an unknown path: its replacement or a similar path; may be empty.
 
     Args:
         path: the requested path.

@@ -3,8 +3,8 @@
 * The number of connections is limited (`serve.http_api.acceptor`).
 * The size of a request's head and the time to receive it are limited.
 * A client that reads nothing of its response for some seconds is disconnected, which cancels its request. Unread output
-  is limited by small buffers in this process and the kernel. A stalled client on this machine is detected before they
-  are full (`serve.http_api.stalled_clients`).
+  is limited by small buffers in this process and the kernel. A stalled client on this machine is detected before these
+  buffers are full (`serve.http_api.stalled_clients`).
 * TCP keepalive detects peers that have vanished.
 
 The application limits the time for the body of a request (`serve.http_api.calls`).
@@ -36,20 +36,20 @@ _BUFFER_BYTES = 32 << 10
 _STALL_TICK_S = 0.25
 _DOUBTFUL_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
 _TOO_MANY = BadCallError(
-    503, "too_many_connections", "all connections of this server, or of this client, are in use", CLOSE_HEADERS
+    503, "too_many_connections", "this server, or this client, has too many open connections", CLOSE_HEADERS
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Limits of connections."""
+    """Limits on connections."""
 
     max_connections: int = 2048
     """Maximum number of open connections; beyond it, the connection that has been idle longest is closed."""
     max_connections_per_address: int | None = None
     """Maximum number of connections per client; None: three quarters of `max_connections`."""
     max_header_bytes: int = 16 << 10
-    """Maximum size of the head of one request."""
+    """Maximum size of the head of one request in bytes."""
     header_timeout_s: float = 10.0
     """Time limit in seconds for the head of a request, from the start of the connection or the head's first byte."""
     write_stall_s: float = 2.5
@@ -59,7 +59,7 @@ class ConnectionLimits:
     keepalive_timeout_s: int = 10
     """Seconds after which unanswered probes close the connection."""
     unacknowledged_s: int = 30
-    """Seconds after which unacknowledged bytes end the connection, even if the response is complete."""
+    """Seconds after which a connection with unacknowledged bytes is closed, even if the response is complete."""
 
     @property
     def max_per_address(self) -> int:
@@ -69,8 +69,8 @@ class ConnectionLimits:
 
 
 class StrictConnection(h11.Connection):
-    """h11's parser, which also rejects heads that a proxy may interpret differently: both `content-length` and
-    `transfer-encoding`, lines that end without a CR, or header values that continue on the next line."""
+    """h11's parser, extended to reject heads that a proxy may interpret differently: heads with both `content-length`
+    and `transfer-encoding`, lines that end without a CR, or header values that continue on the next line."""
 
     has_other_version = False
     """True if the last head had a major HTTP version other than 1."""
@@ -99,7 +99,7 @@ class LimitedHttpProtocol(H11Protocol):
 
     Args:
         connection: the acceptor's record of the connection.
-        limits: limits of connections.
+        limits: limits on connections.
         stalled: detects clients that have stopped reading; shared by all connections.
         *args, **kwargs: see `H11Protocol`.
     """
@@ -144,7 +144,7 @@ class LimitedHttpProtocol(H11Protocol):
         """See `asyncio.Protocol`."""
         self._received = True
         super().data_received(data)
-        # The rest of a body is not awaited once the response is complete.
+        # Once the response is complete, the rest of the body must arrive within the time limit for heads.
         answered = self.cycle is not None and self.cycle.response_complete
         if self.conn.their_state is not h11.IDLE and not answered:
             self._head_timer = _cancelled(self._head_timer)
@@ -187,7 +187,9 @@ class LimitedHttpProtocol(H11Protocol):
         """Respond to a request that cannot be parsed; see `H11Protocol`."""
         if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
             self._reject(
-                431, "headers_too_large", f"the head of a request must fit in {self._limits.max_header_bytes >> 10} KiB"
+                431,
+                "headers_too_large",
+                f"a request head may have at most {self._limits.max_header_bytes >> 10} KiB",
             )
         elif isinstance(self.conn, StrictConnection) and self.conn.has_other_version:
             self._reject(505, "http_version_not_supported", "only HTTP/1.1 and HTTP/1.0 are served here")
@@ -215,8 +217,8 @@ class LimitedHttpProtocol(H11Protocol):
             self._stalled.watch(self, self.transport.get_extra_info("socket"), self._cut_off)
 
     def _check_writes(self, least: int, since_s: float) -> None:
-        """Disconnect the client if the number of unsent bytes has not fallen below `least` since `since_s` for
-        `write_stall_s` seconds; else check again later."""
+        """Disconnect the client if the number of unsent bytes has not fallen below `least`, its minimum so far, in the
+        `write_stall_s` seconds since `since_s`; otherwise check again later."""
         unsent, now_s = self.transport.get_write_buffer_size(), self.loop.time()
         if unsent < least:
             least, since_s = unsent, now_s
@@ -226,7 +228,7 @@ class LimitedHttpProtocol(H11Protocol):
             self._write_timer = self.loop.call_later(_STALL_TICK_S, self._check_writes, least, since_s)
 
     def _cut_off(self) -> None:
-        logger.info("a client that read nothing for %g s is disconnected", self._limits.write_stall_s)
+        logger.info("disconnecting a client that has read nothing for %g s", self._limits.write_stall_s)
         self.transport.abort()
 
     def _abandon_request(self) -> None:
@@ -270,14 +272,14 @@ class LimitedHttpProtocol(H11Protocol):
             for level, option, value in options:
                 connection.setsockopt(level, option, value)
         except OSError:  # the peer has already disconnected
-            logger.debug("the options of a connection could not be set")
+            logger.debug("could not set the socket options of a connection")
 
     def _tcp_options(self) -> list[tuple[int, int, int]]:
         limits = self._limits
         options = [
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            # asyncio sets it only if the protocol number of the listener is TCP. Without it the last write waits until
-            # the client has acknowledged earlier ones, which takes up to 40 ms.
+            # asyncio sets this only if the listener's protocol number is TCP. Without it, the last write waits until
+            # the client has acknowledged earlier writes, which takes up to 40 ms.
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         ]
         # Not every system has these options.

@@ -1,8 +1,8 @@
 """Typed records of request bodies: one declaration defines how a body is read, its bounds and its OpenAPI schema.
 
 `msgspec` checks bodies that `serve.http_api.openai_request.parse_json` has parsed; this module writes the error messages,
-in the style of `apt_jax.validation`. Fields that the engine checks have the type `Any`, and their schema comes from its
-declaration of the field. Null and absent fields mean the same. Unknown fields are ignored.
+in the style of `apt_jax.validation`. Fields that the engine checks have the type `Any`, and their schema comes from the
+engine's declaration of the field. A null field means the same as an absent field. Unknown fields are ignored.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Refused(NamedTuple):
     """A known field that is not supported."""
 
     harmless: tuple[object, ...] | None = ()
-    """Accepted values in addition to null, which have no effect; None: the field belongs to another API."""
+    """Values that are accepted, in addition to null, because they have no effect; None: a field of another API."""
     why: str = "is not supported"
     """Text of the error for other values."""
     text: str | None = None
@@ -42,9 +42,9 @@ class Record(msgspec.Struct, kw_only=True):
     refused: ClassVar[Mapping[str, Refused]] = {}
     """Known fields that are not supported."""
     needed: ClassVar[Mapping[str, str]] = {}
-    """Required fields, each with the error text if it is missing."""
+    """Required fields, each with the text of the error if it is missing."""
     also: ClassVar[Mapping[str, Schema]] = {}
-    """Schemas of further fields, which other code reads from the raw body."""
+    """Schemas of additional fields, which other code reads from the raw body."""
 
 
 EngineField = Annotated[Any, Meta(extra={"engine": True})]
@@ -75,13 +75,13 @@ def read(record: type[R], body: Mapping[str, Any]) -> R:
             raise InvalidRequestError(name, why)
     try:
         return msgspec.convert(body, record)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # from a lone surrogate
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter from a lone surrogate
         _explain(record, body, "")
         raise InvalidRequestError("body", "contains a name or string that is not valid Unicode") from None
 
 
 def reject(refused: Mapping[str, Refused], body: Mapping[str, Any], prefix: str = "") -> None:
-    """Check that a body uses no unsupported field, except with values that have no effect.
+    """Check that a body does not use unsupported fields, except with values that have no effect.
 
     Args:
         refused: the unsupported fields.
@@ -98,12 +98,12 @@ def reject(refused: Mapping[str, Refused], body: Mapping[str, Any], prefix: str 
 
 
 def carried(body: Record, base: type[Record]) -> dict[str, Any]:
-    """Return the fields of a body that its base class `base` declares, by name."""
+    """Return the fields that a body inherits from `base`, as a map from name to value."""
     return {name: getattr(body, name) for name in base.__struct_fields__}
 
 
 def quoted(value: object) -> str:
-    """Return a client's value for an error message: the first 40 characters of a string, else the type of the value."""
+    """Return text for a client's value in an error message: the first 40 characters of a string, else its JSON type."""
     return repr(value[:40]) if isinstance(value, str) else json_kind(value)
 
 
@@ -188,7 +188,7 @@ class _Field(NamedTuple):
 
 @functools.cache
 def _fields(record: type[msgspec.Struct]) -> Mapping[str, _Field]:
-    """Return the fields of a record, by their names in JSON."""
+    """Return the fields of a record, keyed by their names in JSON."""
     kinds = typing.get_type_hints(record, include_extras=True)
     return {
         field.encode_name: _Field(kinds[field.name], field.required, None if field.required else field.default)

@@ -34,7 +34,7 @@ class RerankBody(PooledBody, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RerankCall(ScoreCall):
-    """The engine requests of one body: first the query, then the documents."""
+    """The engine requests built from one body: first the query, then the documents."""
 
     documents: Sequence[str]
     top_n: int
@@ -43,7 +43,7 @@ class RerankCall(ScoreCall):
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes long texts and so must run in a thread."""
+    """Return whether `read_call` must run in a thread because it tokenizes long text."""
     return scores_are_slow({"text_1": body.get("query"), "text_2": body.get("documents")})
 
 
@@ -58,7 +58,7 @@ def read_call(
     """
     asked = read(RerankBody, body)
     if not asked.documents:
-        raise InvalidRequestError("documents", "must be a list of at least one text")
+        raise InvalidRequestError("documents", "must have at least one document")
     documents: list[str] = []
     for number, document in enumerate(asked.documents):
         text = document.get("text") if isinstance(document, Mapping) else document

@@ -26,26 +26,26 @@ SIDES = ("text_1", "text_2")
 
 
 def texts_of(facts: Facts) -> Schema:
-    """Return the schema of a text or a list of texts; the limit leaves at least one text for the other field."""
+    """Return the schema of a text or a list of texts, whose limit allows for at least one text in the other field."""
     return {"anyOf": [TEXT, list_of(TEXT, 1, facts.max_sequences - 1)]}
 
 
 class ScoreBody(PooledBody):
-    needed: ClassVar = dict.fromkeys(SIDES, "missing; give a text or texts")
+    needed: ClassVar = dict.fromkeys(SIDES, "missing; give a text or a list of texts")
     text_1: Annotated[str | list[str], shaped(texts_of, "One text, or as many as in `text_2`.")] = ""
     text_2: Annotated[str | list[str], shaped(texts_of)] = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCall(EmbeddingsCall):
-    """The engine requests of one body: first the texts of `text_1`, then those of `text_2`."""
+    """The engine requests built from one body: first the texts in `text_1`, then the texts in `text_2`."""
 
     num_first: int
     """Number of texts in `text_1`."""
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes long texts and so must run in a thread."""
+    """Return whether `read_call` must run in a thread because it tokenizes long text."""
     return any(embeddings_is_slow({"input": body.get(side)}) for side in SIDES)
 
 
@@ -85,8 +85,8 @@ def score(
     Args:
         parts, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
         body: the other fields of the body.
-        first, second: the texts of both sides.
-        names: field names for errors: of a text of `first`, with ``{}`` for its index, and of `second`.
+        first, second: the texts on the two sides.
+        names: field names for errors: for a text in `first`, with ``{}`` in place of its index, and for `second`.
 
     Raises:
         InvalidRequestError, UnknownModelError: see `read_call`.
@@ -128,10 +128,10 @@ class ScoreResponse(EmbeddingsResponse):
         )
 
     def scores(self, deltas: Sequence[OutputDelta]) -> list[float]:
-        """Return the cosine similarity of each second text to its first text.
+        """Return the cosine similarity of each text on the second side to its counterpart on the first side.
 
         Raises:
-            RequestFailedError: a text has no embedding.
+            RequestFailedError: the request of a text was aborted or failed.
         """
         units = []
         for delta in deltas:

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's completions and chat completions, models, tokens, health and metrics on one port.
+"""The HTTP server: all HTTP APIs, health checks and metrics on one port.
 
 It starts and stops like `serve.grpc_api.server`, which may share its engine:
 
@@ -55,7 +55,7 @@ class HttpConfig:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server with this project's acceptor, and without signal handlers, which belong to the whole process."""
+    """uvicorn's server with this project's `Acceptor`. Signal handlers are left to the process as a whole."""
 
     def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, stalled: StalledClientDetector) -> None:
         super().__init__(config)
@@ -91,14 +91,14 @@ class _Uvicorn(uvicorn.Server):
         self.started = True
 
     async def main_loop(self) -> None:
-        """See `uvicorn.Server`. It ends as soon as `stop` is called, without waiting for the next tick."""
+        """See `uvicorn.Server`. Returns as soon as `stop` is called, without waiting for the next tick."""
         while not self._stopping.is_set():
             await self.on_tick(0)  # updates the date in headers
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 1.0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`. It waits in short steps, and aborts connections that take too long."""
+        """See `uvicorn.Server`. Polls at short intervals, and aborts connections that take too long."""
         for acceptor in self._acceptors:
             acceptor.close()
         state = self.server_state
@@ -108,7 +108,7 @@ class _Uvicorn(uvicorn.Server):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 while state.connections or state.tasks:
                     await asyncio.sleep(_CLOSE_TICK_S)
-        # Calls that are still reading a body or preparing a request see a disconnect, and end by themselves.
+        # Calls that are still reading a body or preparing a request treat this as a disconnect, which ends them.
         for connection in list(state.connections):
             connection.transport.abort()
         if state.tasks:
@@ -117,7 +117,7 @@ class _Uvicorn(uvicorn.Server):
             task.cancel()
 
     def stop(self) -> None:
-        """Close the port, and each connection once its response is complete or `_CLOSE_TIMEOUT_S` has passed."""
+        """Close the port, and close each connection when its response is complete or `_CLOSE_TIMEOUT_S` has passed."""
         self._stopping.set()
 
 
@@ -151,7 +151,7 @@ class HttpServer:
         return self.app.num_open
 
     async def start(self) -> None:
-        """Bind the port and start answering calls; `/ready` is 503.
+        """Bind the port and start answering calls; `/ready` is 503 until `serve` is called.
 
         Raises:
             PortInUseError: the address cannot be bound.
@@ -206,7 +206,7 @@ class HttpServer:
         if server is not None and running is not None:
             if self._socket_file is not None:
                 self._socket_file.remove()
-            # All responses are written to their end; uvicorn waits until they have been sent.
+            # All responses have been written completely; uvicorn waits until they have been sent.
             server.stop()
             await asyncio.shield(running)
         self.app.close()
@@ -225,5 +225,5 @@ def _bound(host: str, port: int) -> socket.socket:
         # `create_server` appends the address, which the message below already has.
         reason = str(error.strerror).partition(" (while attempting")[0]
         raise PortInUseError(
-            f"cannot listen on {host}:{port} ({reason}); choose another address (--port, --http-host), or --no-http"
+            f"cannot listen on {host}:{port} ({reason}); choose another address (--port, --http-host) or use --no-http"
         ) from None

@@ -17,9 +17,10 @@ _PROBE_TIMEOUT_S = 1.0
 
 
 class SocketFile:
-    """A listening Unix socket, which only this user can connect to.
+    """A listening Unix socket that only this user can connect to.
 
-    The socket file of a stopped server is replaced. `remove` keeps a file that has replaced this socket's file.
+    The socket file of a server that has stopped is replaced. `remove` does not remove a file that has replaced this
+    socket's own file.
 
     Args:
         path: path of the socket file.

@@ -1,9 +1,9 @@
 """Detection of stalled clients on this machine: a stopped process reads nothing, but its kernel still acknowledges data.
 
-TCP cannot tell a stalled client from a slow one until the buffers of both ends are full, which takes hundreds of tokens,
-and HTTP/1.1 has no ping (gRPC has one: `serve.grpc_api.server`). If both ends are on the same machine, for example with a
-gateway or a sidecar, Linux reports the number of bytes that the other end has received but not read. Subtracted from
-the number of acknowledged bytes, it gives the number of bytes read, which must grow while there are unread bytes.
+Over TCP, a stalled client looks like a slow client until the buffers at both ends are full, which takes hundreds of
+tokens, and HTTP/1.1 has no ping, unlike gRPC (`serve.grpc_api.server`). If both ends are on the same machine, for
+example with a gateway or a sidecar, Linux reports the number of bytes that the other end has received but not read. The
+number of acknowledged bytes minus this number is the number of bytes read, which must grow while bytes are unread.
 
 Clients on other machines or behind network address translation are not checked.
 """
@@ -36,7 +36,7 @@ class StalledClientDetector:
         self._looking: asyncio.Task[None] | None = None
 
     def watch(self, key: object, connection: socket.socket, stopped: Callable[[], None]) -> None:
-        """Call `stopped` once if the other end of the connection stops reading unread bytes."""
+        """Call `stopped` once if the client stops reading although it has unread bytes."""
         reader = None if key in self._watched else _Reader.of(connection, stopped)
         if reader is not None:
             self._watched[key] = reader
@@ -114,7 +114,7 @@ def _in_table(family: int, address: tuple) -> str:
 
 
 def _unread(families: Collection[int]) -> dict[tuple[str, str], int]:
-    """Return the number of unread bytes by (own, other) address, for all sockets with unread bytes."""
+    """Return a map from (own, other) address to number of unread bytes, for all sockets with unread bytes."""
     found = {}
     for family in families:
         try:

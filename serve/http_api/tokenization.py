@@ -52,11 +52,11 @@ class DetokenizeBody(Record, kw_only=True):
 
 
 _SLICE = 4096
-"""Number of values that are encoded at a time, because the encoder holds the GIL."""
+"""Number of values to encode at a time; limited because the encoder holds the GIL."""
 
 
 def tokenize(parts: EngineComponents, body: Body) -> bytes:
-    """Tokenize a text, or a conversation with the chat template. Returns the body of the response.
+    """Tokenize a text, or a conversation rendered with the chat template. Returns the response body.
 
     Raises:
         InvalidRequestError: the body is invalid, or the model has no tokenizer.
@@ -80,7 +80,7 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
             text = check_text("prompt", text)
             check_text_length(parts.limits, tokenizer, text)
             token_id = tokenizer.special_id(text)
-            # If the whole text is a special token, return its id: lm-eval asks for ids in this way.
+            # If the whole text is a special token, return its id: lm-eval looks up token ids this way.
             special = asked.add_special_tokens is not False
             ids = tokenizer.encode(text, add_special_tokens=special) if token_id is None else [token_id]
     strings = b"null"
@@ -110,7 +110,7 @@ def tokenizer_info(parts: EngineComponents) -> bytes:
 
 
 def detokenize(parts: EngineComponents, body: Body) -> bytes:
-    """Decode at most `max_model_len` token ids. Returns the body of the response.
+    """Decode at most `max_model_len` token ids. Returns the response body.
 
     Raises:
         InvalidRequestError: the body is invalid, or the model has no tokenizer.

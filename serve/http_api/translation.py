@@ -1,8 +1,8 @@
-"""Functions shared by the readers of other APIs, whose bodies become chat completions.
+"""Functions shared by the modules that convert bodies of other APIs to chat completions.
 
 Fields of chat completions that an API does not define (objectives, vLLM's sampling parameters, constraints) keep their
-meaning. If the API has its own name for such a field, the field is rejected and the error gives that name, so that no
-field that would change the output is ignored.
+meaning. If the API has its own name for such a field, the field is rejected and the error gives that name. No field
+that would change the output is silently ignored.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ class TranslatedCall:
     chat: CompletionCall
     """The chat completion or completion."""
     names: Mapping[str, str]
-    """Fields of chat completions, and their names in the other API."""
+    """Maps fields of chat completions to their names in the other API."""
 
     @property
     def renamed(self) -> Renamer:
-        """Renames the field of an error to its name in the other API."""
+        """Function that renames an error's field to its name in the other API."""
         return field_renamer(self.names, self.chat.renamed)
 
     @property
@@ -67,7 +67,7 @@ def read_chat(
     tenant: str | None,
     constraint: Body,
 ) -> CompletionCall:
-    """Build the request of a body of another API that has been converted to a chat completion.
+    """Build the request for a body of another API that has already been converted to a chat completion.
 
     Args:
         parts, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
@@ -97,11 +97,11 @@ def constraint_fields(body: Body) -> dict[str, Any]:
 
 
 def field_renamer(names: Mapping[str, str], inner: Renamer = lambda error: error) -> Renamer:
-    """Return a function that renames the field of an error from its name in chat completions to that in another API.
+    """Return a function that renames an error's field from its name in chat completions to its name in another API.
 
     Args:
-        names: names in the other API by name in chat completions, without the part after the first dot or bracket, which
-            is dropped.
+        names: maps field names in chat completions to names in the other API. The rest of a field, from the first dot
+            or bracket, is dropped.
         inner: renamer that is applied first.
     """
 
@@ -123,7 +123,7 @@ def leave_out_tools(field: str, kinds: Collection[str], are_others: bool) -> Non
     Args:
         field: field of the first such tool.
         kinds: kinds of the tools that are left out.
-        are_others: whether the request also has tools that the client runs.
+        are_others: True if the request also has tools that the client runs.
 
     Raises:
         InvalidRequestError: the request has only tools that the server would have to run.

@@ -1,7 +1,7 @@
-"""Fields of other servers that would change the output but are not supported. Requests that use one are rejected.
+"""Fields of other servers that would change the output but are not supported. Requests that use them are rejected.
 
 Fields that do not change the output (`cache_prompt`, `id_slot`, `user`, ...) and unknown fields are ignored.
-docs/serving/request_fields.md lists all fields of vLLM and OpenAI (tests/support/request_fields.py).
+docs/serving/request_fields.md, written by tests/support/request_fields.py, lists all fields of vLLM and OpenAI.
 """
 
 from serve.http_api.records import Refused

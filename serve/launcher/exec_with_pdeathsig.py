@@ -1,9 +1,9 @@
-"""Replace this process by COMMAND. The kernel kills COMMAND when process PARENT exits for any reason.
+"""Replace this process with COMMAND. The kernel kills COMMAND when process PARENT exits for any reason.
 
     python exec_with_pdeathsig.py PARENT CPUS COMMAND...
 
-CPUS are comma-separated numbers of CPUs to bind COMMAND to, or empty. Run this as a file. On systems other than Linux,
-COMMAND keeps running if the parent is killed.
+CPUS are comma-separated numbers of CPUs to bind COMMAND to, or empty. Run this file directly, not as a module. On
+systems other than Linux, COMMAND keeps running if PARENT is killed.
 """
 
 import ctypes

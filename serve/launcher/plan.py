@@ -1,5 +1,5 @@
 """Plan of `apt-jax launch`: the replicas, each on its own devices, and the gateway in front of them. This module starts
-nothing."""
+no process."""
 
 import argparse
 import contextlib
@@ -47,10 +47,10 @@ _GATEWAY_FLAGS = (
     "--retry-max-retries=2",
     "--shutdown-grace-period-secs=5",
 )
-"""Flags of the gateway: within seconds it detects dead, silent and failing replicas, and uses restarted replicas.
+"""Flags that make the gateway detect dead, silent and failing replicas, and use restarted replicas, within seconds.
 
-A request is sent at most twice (smg counts the first attempt as a retry), so a request that kills its replica kills at
-most two.
+A request is sent at most twice (smg counts the first attempt as a retry), so a request that crashes its replica crashes
+at most two.
 """
 
 
@@ -90,7 +90,7 @@ def plan(
     """
     num_nodes, rank = args.nnodes, args.node_rank
     if num_nodes > 1 and args.replicas > 1:
-        raise ConfigError(f"--replicas {args.replicas}: with --nnodes there is one replica, a part of it on each host")
+        raise ConfigError(f"--replicas {args.replicas}: with --nnodes there is only one replica, spread over the hosts")
     headless = num_nodes > 1 and rank > 0
     with_gateway = (args.replicas > 1 or args.gateway) and not headless
     if with_gateway:
@@ -101,8 +101,8 @@ def plan(
     check(argparse.Namespace(**{**vars(args), "headless": True}) if added else args)
     if headless:
         part = _replica(args, f"rank {rank}", command(added), env)
-        return Plan(replicas=[part], where=f"rank {rank} of {num_nodes} is started; requests go to rank 0")
-    # A part of a replica has all devices of its host.
+        return Plan(replicas=[part], where=f"rank {rank} of {num_nodes} has been started; requests go to rank 0")
+    # With several hosts, each part of the replica uses all devices of its host.
     envs = [dict(env)] if num_nodes > 1 else _divide_gpus(args.replicas, args.tensor_parallel_size, env)
     with contextlib.ExitStack() as held:
         if with_gateway:
@@ -193,7 +193,7 @@ def _check_gateway(args: argparse.Namespace) -> None:
     for flag, values in ((HOSTS_FLAG, args.allowed_hosts), (ORIGIN_FLAG, args.cors_allow_origin)):
         if values:
             raise ConfigError(
-                f"{flag}: the gateway does not check requests of browsers; put a proxy that does in front of it, or start a single replica with apt-jax serve"
+                f"{flag}: the gateway does not check requests from browsers; put a proxy that does in front of it, or start a single replica with apt-jax serve"
             )
     host = _gateway_host(args)
     if not is_loopback(host):
@@ -231,7 +231,7 @@ def _replica(
 
 
 def _divide_gpus(count: int, size: int, env: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return an environment for each replica with `size` GPUs, or with `env` unchanged on a machine without GPUs.
+    """Return an environment for each replica: `env` restricted to `size` GPUs, or unchanged on a machine without GPUs.
 
     Raises:
         ConfigError: there are too few GPUs.
@@ -247,8 +247,8 @@ def _divide_gpus(count: int, size: int, env: Mapping[str, str]) -> list[dict[str
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """Return the NVIDIA GPUs that JAX would use in this environment, as named in CUDA_VISIBLE_DEVICES, without importing
-    JAX."""
+    """Return the names, as in CUDA_VISIBLE_DEVICES, of the NVIDIA GPUs that JAX would use in this environment. Does not
+    import JAX."""
     platforms = env.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
@@ -269,7 +269,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
 
 
 def _divide_cpus(count: int) -> list[Sequence[int]]:
-    """Divide the CPUs among replicas by whole cores, since more threads than cores slow every step. (): all replicas
+    """Divide the CPUs among the replicas, core by core: more threads than cores would slow every step. (): the replicas
     share all CPUs."""
     if sys.platform != "linux" or count == 1:
         return [()] * count
@@ -290,7 +290,7 @@ def _core(cpu: int) -> tuple[int, ...]:
 
 
 def _take_port(host: str, port: int, flag: str, held: contextlib.ExitStack) -> int:
-    """Reserve the port, or any free port for 0, until `held` is closed.
+    """Reserve a port, or any free port if `port` is 0, until `held` is closed; return its number.
 
     Raises:
         ConfigError: the port number is invalid.
@@ -311,7 +311,7 @@ def _join(host: str, port: int) -> str:
 
 
 def _near(host: str) -> str:
-    """Return the address by which this machine reaches a server bound to `host`."""
+    """Return the address at which this machine reaches a server bound to `host`."""
     return {"0.0.0.0": _LOCAL, "::": "::1", "": _LOCAL}.get(host, host)  # noqa: S104  # nothing is bound here
 
 
@@ -332,7 +332,7 @@ def _replica_probe(address: str) -> Callable[[], bool]:
 
 
 def _gateway_probe(host: str, port: int, count: int) -> Callable[[], bool]:
-    """Return a health probe: the gateway is healthy once it has all replicas, and then as long as it has any."""
+    """Return a health probe: the gateway is healthy once all replicas are, and then as long as any replica is."""
     seen_all = False
 
     def ask() -> bool:

@@ -1,7 +1,8 @@
-"""Supervision of the replicas and the gateway of `apt-jax launch`.
+"""Supervises the replicas and the gateway of `apt-jax launch`.
 
 1. All replicas are started; the gateway is started once they are healthy.
-2. A process that exits is restarted after 1 s, 2 s, 4 s, up to 60 s; after `STEADY_S` of health the count starts again.
+2. A process that exits is restarted after 1 s, 2 s, 4 s, up to 60 s. After `STEADY_S` seconds of health, the delays
+   start at 1 s again.
 3. At SIGTERM or SIGINT the replicas drain; then the gateway is stopped. A second signal kills all processes.
 
 The kernel kills all child processes when this process exits (serve/launcher/exec_with_pdeathsig.py).
@@ -37,7 +38,7 @@ _USAGE_ERROR = 2
 _MAX_RESTART_DELAY_S = 60.0
 _PROBE_S = 0.25
 _GRACE_S = 10.0
-"""Seconds added to the drain time of a process before it is killed."""
+"""Seconds beyond its drain time after which a process is killed."""
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -46,7 +47,7 @@ class ProcessSpec:
     """A process to keep running."""
 
     name: str
-    """Prefix of every line of its output."""
+    """Name of the process, the prefix of every line of its output."""
     command: Sequence[str]
     """Absolute path of the executable, and arguments."""
     env: Mapping[str, str]
@@ -66,9 +67,9 @@ class Supervisor:
     def __init__(self, program: ProcessSpec, max_restarts: int) -> None:
         self.program = program
         self.was_healthy = False
-        """True if any run was healthy."""
+        """True if any run of the process has been healthy."""
         self.code: int | None = None
-        """Exit code after `stop`; None: the process was not running then."""
+        """Exit code after `stop`; None: the process was not running."""
         self._is_healthy = False
         """True if the current run is healthy."""
         self._max_restarts = max_restarts
@@ -77,7 +78,7 @@ class Supervisor:
         self._last_lines: dict[str, collections.deque[str]] = {}
 
     async def run(self) -> None:
-        """Run the process from `start` until it exits after `stop`.
+        """Wait for `start`, then keep the process running until it exits after `stop`.
 
         Raises:
             ConfigError: the program does not accept its flags.
@@ -98,7 +99,7 @@ class Supervisor:
                     f"{name} {how}, {counted(failures, 'time')} in a row (--max-restarts {self._max_restarts}); last log line: {self._last_log_line()}"
                 )
             delay_s = min(2.0 ** (failures - 1), _MAX_RESTART_DELAY_S)
-            logger.warning("%s %s; it is restarted in %g s", name, how, delay_s)
+            logger.warning("%s %s; restarting it in %g s", name, how, delay_s)
             self.code = None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
@@ -113,8 +114,8 @@ class Supervisor:
         self._signal(number)
 
     def tell(self, number: int) -> None:
-        """Forward a signal such as SIGHUP if the process already handles it. A starting process would die from it, and
-        reads its files anyway."""
+        """Forward a signal such as SIGHUP if the process already handles it. A process that is still starting would be
+        killed by it, and will read its files anyway."""
         if self._is_healthy:
             self._signal(number)
 
@@ -156,7 +157,7 @@ class Supervisor:
         return loop.time() - health.result() if health.done() else 0.0
 
     async def _wait_healthy(self) -> float:
-        """Wait until the process is healthy; return the time of that moment."""
+        """Wait until the process is healthy; return the time at which it was."""
         if self.program.is_healthy is None:
             await asyncio.sleep(STEADY_S)
         else:
@@ -201,7 +202,7 @@ async def launch(
     drain_s: float,
     where: str,
 ) -> int:
-    """Run processes until a signal; return the exit code.
+    """Run the replicas and the gateway until a signal; return the exit code.
 
     Args:
         replicas: programs that are stopped first.
@@ -299,6 +300,6 @@ def _say(line: str) -> None:
 
 
 def _write(line: str, stream: TextIO) -> None:
-    """Write a line, above the bar if there is one."""
+    """Write a line, above the progress bar if there is one."""
     with contextlib.suppress(OSError), tqdm.external_write_mode(file=stream):
         write_line(line, stream)

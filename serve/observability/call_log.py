@@ -2,8 +2,8 @@
 
 Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged
 at ERROR, once, with the stack but not the text of the exception, which may contain anything. Lines of cancelled and
-rejected calls are rate-limited: ten lines per second for each reason, and one line with the number of omitted lines.
-While the server starts, the limit is one line in ten seconds, so that lines about its progress stay visible.
+rejected calls are rate-limited: ten lines per second for each reason, then one line with the number of omitted
+lines. While the server starts, the limit is one line in ten seconds, to keep lines about its progress visible.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def configure(log_format: Format, level: str) -> None:
-    """Log to standard error: warnings of every package, and records of apt-jax from `level` on."""
+    """Log to standard error: warnings from every package, and records of apt-jax at `level` or above."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if log_format == "text" else json_formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -56,7 +56,7 @@ def announcer(log_format: Format) -> Callable[[str], None]:
 
 
 def write_line(line: str, stream: TextIO) -> None:
-    """Write a line at once; drop it if that fails, so that a full disk or a closed pipe does not stop a server.
+    """Write a line at once. If that fails, drop the line: a full disk or a closed pipe must not stop a server.
 
     A dropped line is not kept in the buffer of the stream, which Python would try to write at exit.
     """
@@ -110,7 +110,7 @@ class CallLog:
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._recent: dict[str, tuple[int, asyncio.TimerHandle]] = {}
-        """By reason: number of lines in the current window, and the timer that ends the window."""
+        """For each reason, the number of lines in the current window and the timer that ends the window."""
         self._closed = False
 
     def write(self, record: CallRecord) -> None:
@@ -202,15 +202,15 @@ def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None
     """Log an unexpected failure at ERROR.
 
     Args:
-        logger: gets the line.
-        what: the operation that failed; never text of a client.
+        logger: logger to write to.
+        what: the operation that failed; never text from a client.
         error: its stack is logged, but not its text.
     """
     logger.error("%s failed", what, extra={"stack": stack_of(error)})
 
 
 def stack_of(error: BaseException) -> str:
-    """Format the stack of an exception and of its causes, without their texts."""
+    """Format the stack of an exception and of its causes, without their messages."""
     parts: list[str] = []
     seen: set[int] = set()
     at: BaseException | None = error

@@ -21,18 +21,18 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 @dataclasses.dataclass(kw_only=True)
 class CallRecord:
-    """One call; its endpoint fills it in and closes it."""
+    """Record of one call; the call's endpoint fills it in and closes it."""
 
     protocol: Literal["http", "grpc", "batch"]
     method: str
-    """Path or gRPC method: a name that the server defines, never text of a client."""
+    """Path or gRPC method: a name that the server defines, never text from a client."""
     http_method: str | None = None
     """HTTP method if it is known; None for gRPC."""
     request_id: str = NO_ID
     tenant: str | None = None
     """Owner of the call's API key (`serve.security.api_keys`); None: no owner."""
     reason: str = "error"
-    """Finish reason of the output, or the status of a call without output."""
+    """Finish reason of the output, or the status of a call that has no output."""
     code: str | None = None
     """Machine-readable error code; None: no error code."""
     param: str | None = None
@@ -46,10 +46,10 @@ class CallRecord:
     num_output_tokens: int = 0
     """Number of output tokens of all requests of the call."""
     parent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """W3C trace context of the call, by header name."""
+    """W3C trace context of the call, keyed by header name."""
     model: str | None = None
     requests: Sequence[EngineRequest] = ()
-    """Requests of the call to the engine."""
+    """Engine requests of the call."""
     metrics: Sequence[RequestMetrics | None] = ()
     """Metrics of each of `requests`; None: the engine did not accept the request."""
     started_s: float = dataclasses.field(default_factory=time.monotonic)
@@ -74,7 +74,7 @@ class CallRecord:
         self.reason, self.outcome = reason, "succeeded"
 
     def cancelled(self, reason: str) -> None:
-        """Record that the client of the call has disconnected."""
+        """Record that the call was cancelled, usually by its client; `reason` goes to the log."""
         self.reason, self.outcome = reason, "cancelled"
 
     def failed(self, error: BaseException, reason: str, code: str | None = None, *, internal: bool) -> None:
@@ -88,7 +88,7 @@ class CallRecord:
         self.reason, self.code = reason, code
         self.before_start = isinstance(error, EngineStartingError)
         if isinstance(error, InvalidRequestError):
-            self.param = error.field  # the server's name of a field; the message may quote the client
+            self.param = error.field  # the server's name for the field; the message may quote the client
             self.code = error.code
         failed = internal and not isinstance(error, EngineClosedError)
         self.outcome = "failed" if failed else "rejected"
@@ -96,7 +96,7 @@ class CallRecord:
             self.error = error
 
     def close(self, engine: AsyncEngine | None, group: RequestStreamGroup | None) -> None:
-        """Record the end of the call, now.
+        """Record that the call ends now.
 
         Args:
             engine: engine that served the call; None: no engine exists yet.
@@ -151,7 +151,7 @@ class CallRecord:
         return min((s for s in times_s if s is not None), default=None)
 
     def unix_ns(self, engine_s: float) -> int:
-        """Convert a time of the engine's clock to nanoseconds since the epoch; the call's end gives the offset."""
+        """Convert a time on the engine's clock to nanoseconds since the epoch; the call's end gives the offset."""
         return self.ended_unix_ns - int(1e9 * (self.ended_engine_s - engine_s))
 
     @property

@@ -39,7 +39,7 @@ def buckets(values: Distribution) -> list[tuple[str, float]]:
 
 
 class Families:
-    """Makes metrics of one engine.
+    """Creates the metrics of one engine.
 
     Args:
         model_name: value of the label `model_name`.
@@ -55,7 +55,7 @@ class Families:
         values: Sequence[tuple[Sequence[str], float]],
         labels: Sequence[str] = (),
     ) -> Metric:
-        """Return a gauge with one value for each tuple of further labels."""
+        """Return a gauge with one value for each tuple of additional label values."""
         family = GaugeMetricFamily(name, text, labels=[*LABELS, *labels])
         for more, value in values:
             family.add_metric([*self._values, *more], value)
@@ -68,7 +68,7 @@ class Families:
         values: Sequence[tuple[Sequence[str], float]],
         labels: Sequence[str] = (),
     ) -> Metric:
-        """Return a counter with one value for each tuple of further labels."""
+        """Return a counter with one value for each tuple of additional label values."""
         family = CounterMetricFamily(name, text, labels=[*LABELS, *labels])
         for more, value in values:
             family.add_metric([*self._values, *more], value)

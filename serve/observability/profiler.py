@@ -1,7 +1,7 @@
 """JAX profiles on demand, of host and device, for TensorBoard's plug-in xprof and for Perfetto.
 
 At most one profile runs at a time, and it stops by itself after `max_s` seconds. Starting and stopping write files in a
-separate thread while the engine continues. Python calls are not recorded, because that would slow them all down.
+separate thread while the engine continues. Python calls are not recorded, because that would slow down all of them.
 """
 
 import asyncio
@@ -173,7 +173,7 @@ class Profiler:
 
 
 def _not_written(directory: Path, error: Exception) -> ProfileWriteError:
-    """Return the error for an unwritten profile. It gives the system's reason; other texts go only to the log."""
+    """Return the error for a profile that could not be written. A reason other than the system's is only logged."""
     full = os.strerror(errno.ENOSPC)
     reason = error.strerror if isinstance(error, OSError) else full if full in str(error) else None
     logger.error("%s: the profile could not be written", directory, exc_info=error)

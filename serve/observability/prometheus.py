@@ -1,8 +1,9 @@
-"""Prometheus metrics: vLLM's names if vLLM has one, else `aptjax:` (docs/serving/observability.md).
+"""Prometheus metrics, with vLLM's name where there is one, else with the prefix `aptjax:`
+(docs/serving/observability.md).
 
 Counters and gauges are the engine's own (`EngineStats`); `ServerMetrics` adds distributions and SLO counts as the
 observer of an `AsyncEngine`, for requests of every protocol. A scrape copies both between two steps, in the engine's
-thread, so that its values are consistent, and changes nothing.
+thread, so its values are consistent. It changes nothing.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ _OUTPUTS = (1, 2, 5, 10, 20)
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """Return vLLM's bucket bounds of token counts: 1, 2, 5, 10, 20, ... up to `most`."""
+    """Return vLLM's bucket bounds for token counts: 1, 2, 5, 10, 20, ... up to `most`."""
     bounds = (m * 10**e for e in range(len(str(most))) for m in (1, 2, 5))
     return tuple(bound for bound in bounds if bound <= most)
 
@@ -58,7 +59,7 @@ class _TenantSums:
     latency_s: Distribution = dataclasses.field(default_factory=lambda: Distribution(LATENCY_S))
     queue_s: Distribution = dataclasses.field(default_factory=lambda: Distribution(LATENCY_S))
     finished: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
-    """Number of finished requests by finish reason."""
+    """Number of finished requests for each finish reason."""
 
 
 class ServerMetrics:
@@ -95,7 +96,7 @@ class ServerMetrics:
         """Use these components from now on: the engine's step costs have been measured."""
         self._parts = parts
 
-    # Called in the engine's thread, which alone writes the sums.
+    # Called in the engine's thread, the only thread that writes the sums.
 
     def ended(self, delta: OutputDelta) -> None:
         """See `apt_jax.frontend.async_engine.Observer`."""
@@ -134,8 +135,8 @@ class ServerMetrics:
             sums.finished[delta.finish_reason] += 1
 
     def own_numbers(self, tenant: str) -> dict[str, dict[str, float]]:
-        """Return distributions and finish reasons of one tenant's requests: values by sample name, then by bucket or
-        finish reason. Called in the engine's thread."""
+        """Return distributions and finish reasons of one tenant's requests: values keyed by sample name, then by bucket
+        or finish reason. Called in the engine's thread."""
         sums = self._of_tenants.get(tenant) or _TenantSums()
         numbers: dict[str, dict[str, float]] = {"vllm:request_success_total": dict(sums.finished)}
         for name, values in (
@@ -184,7 +185,7 @@ def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """Return the metrics of a registry in a format that an Accept header allows, and its content type.
 
     Metric names are the same in both formats. Colons in names need no escapes in either format, but prometheus_client
-    0.23 and later replaces them by underscores unless UTF-8 is allowed.
+    0.23 and later replaces them with underscores unless UTF-8 is allowed.
     """
     wanted = [[part.strip() for part in entry.split(";")] for entry in accept.lower().split(",")]
     if not any(kind == _OPENMETRICS and "q=0" not in parameters for kind, *parameters in wanted):

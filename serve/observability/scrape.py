@@ -1,4 +1,4 @@
-"""A snapshot of all metrics, in the form that Prometheus collects."""
+"""A snapshot of all metrics, in the format that Prometheus collects."""
 
 import collections
 import dataclasses
@@ -33,7 +33,7 @@ class Sums:
     params_max_tokens: Distribution
     params_n: Distribution
     attained: "collections.Counter[tuple[str, str]]"
-    """Number of requests that attained an objective, by objective and SLO class."""
+    """Number of requests that attained an objective, keyed by objective and SLO class."""
     missed: "collections.Counter[tuple[str, str]]"
 
     def copy(self) -> "Sums":

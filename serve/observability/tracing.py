@@ -1,11 +1,11 @@
 """OpenTelemetry traces of calls (the extra `otel`): one span per call, with child spans for each request's phases.
 
-Spans are made from recorded times when a call has ended, so tracing adds no work per token. A thread of the library
-sends them over OTLP and HTTP, up to 512 at a time. At most 2,048 spans are queued; if there are more, the oldest are
-dropped. A slow or unreachable collector delays no call; it is logged when the collector starts to fail and when it
-works again.
+Spans are created from recorded times when a call has ended, so tracing adds no work per token. A library thread
+sends them over OTLP/HTTP, up to 512 at a time. At most 2,048 spans are queued; if there are more, the oldest are
+dropped. A slow or unreachable collector does not delay calls; the log shows when it starts to fail and when it works
+again.
 
-Attributes have vLLM's names if vLLM has one (`gen_ai.*`), else `aptjax.*`; docs/serving.md lists them.
+Attributes have vLLM's name where there is one (`gen_ai.*`), else `aptjax.*`; docs/serving.md lists them.
 """
 
 import logging
@@ -44,7 +44,7 @@ _Attributes = dict[str, AttributeValue]
 
 
 class Tracer:
-    """Makes and sends the spans. Used from one event loop only.
+    """Creates and sends the spans. Used from one event loop only.
 
     Args:
         endpoint: URL of the collector; without a path, ``/v1/traces`` is appended.
@@ -55,7 +55,7 @@ class Tracer:
 
     def __init__(self, endpoint: str) -> None:
         url, where = _checked(endpoint)
-        # It would log every attempt; `_Exporter` logs enough.
+        # The library would log every failed attempt; `_Exporter` logs enough.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         names = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "apt-jax"}
         self._provider = TracerProvider(resource=Resource.create(names), shutdown_on_exit=False)
@@ -123,7 +123,7 @@ class Tracer:
             span.end(record.unix_ns(until_s))
 
     def close(self) -> None:
-        """Send the queued spans; stops after three seconds."""
+        """Send the queued spans, for at most three seconds."""
         # The library itself would wait for half a minute.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
@@ -131,7 +131,7 @@ class Tracer:
 
 
 class _Exporter(SpanExporter):
-    """Logs when an exporter starts to fail, and when it works again.
+    """Wraps an exporter, and logs when it starts to fail and when it works again.
 
     Args:
         exporter: sends the spans.
@@ -166,7 +166,7 @@ class _Exporter(SpanExporter):
 
 
 def _checked(endpoint: str) -> tuple[str, str]:
-    """Return the complete URL, and only its host and port for the log, because the other parts may be secret."""
+    """Return the complete URL, and its host and port for the log; the other parts of the URL may be secret."""
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname, parts.port

@@ -1,4 +1,4 @@
-"""Regenerate the Python stubs from the .proto files: `python serve/protos/generate.py` at the top of the repository.
+"""Regenerate the Python stubs from the .proto files: `python serve/protos/generate.py`, in the root of the repository.
 
 Needs grpcio-tools (dependency group `dev`). The stubs are committed; a test compares them with the .proto file.
 """
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def generate(out: Path) -> None:
-    """Write the stubs of all protos below `out`, by their path in the repository."""
+    """Write the stubs of all .proto files to `out`, in the same subdirectories as in the repository."""
     protos = sorted([*ROOT.glob("serve/protos/**/*.proto"), *ROOT.glob("apt_jax/distributed/protos/*.proto")])
     subprocess.run(
         [

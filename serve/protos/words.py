@@ -1,4 +1,4 @@
-"""Enum values of `aptjax.v1` and the words for them in the rest of the program: ``CACHE_KIND_KV`` is "kv"."""
+"""Converts enum values of `aptjax.v1` to the names used elsewhere in the program (``CACHE_KIND_KV``: "kv") and back."""
 
 from apt_jax.core.kinds import KIND_NAMES
 
@@ -13,20 +13,20 @@ _FINISH_REASONS: dict[str, pb.FinishReason] = {
 
 
 def cache_kind(name: str | None) -> pb.CacheKind:
-    """Return the value of a cache kind; ``CACHE_KIND_UNSPECIFIED`` for another name."""
+    """Return the enum value of a cache kind; ``CACHE_KIND_UNSPECIFIED`` for any other name."""
     return _CACHE_KINDS.get(name or "", pb.CACHE_KIND_UNSPECIFIED)
 
 
 def cache_kind_name(value: int) -> str | None:
-    """Return the name of a cache kind, None for ``CACHE_KIND_UNSPECIFIED``."""
+    """Return the name of a cache kind; None for ``CACHE_KIND_UNSPECIFIED``."""
     return pb.CacheKind.Name(pb.CacheKind.ValueType(value)).removeprefix("CACHE_KIND_").lower() if value else None
 
 
 def finish_reason(name: str | None) -> pb.FinishReason:
-    """Return the value of a reason; ``FINISH_REASON_UNSPECIFIED`` for another name."""
+    """Return the enum value of a finish reason; ``FINISH_REASON_UNSPECIFIED`` for any other name."""
     return _FINISH_REASONS.get(name or "", pb.FINISH_REASON_UNSPECIFIED)
 
 
 def finish_reason_name(value: int) -> str:
-    """Return the name of a reason, "unspecified" for ``FINISH_REASON_UNSPECIFIED``."""
+    """Return the name of a finish reason; "unspecified" for ``FINISH_REASON_UNSPECIFIED``."""
     return pb.FinishReason.Name(value).removeprefix("FINISH_REASON_").lower()

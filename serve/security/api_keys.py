@@ -1,10 +1,10 @@
 """API key authentication, with one list of keys for every protocol, and the rights of a key's owner.
 
-A protocol's server passes the `authorization` header to `ApiKeys.caller_of`. Endpoints that need no key are listed
-there by exact name, so that new endpoints need a key by default.
+Each protocol's server passes the `authorization` header to `ApiKeys.caller_of`. It lists endpoints that need no key by
+exact name, so new endpoints need a key by default.
 
-The owner of a key is a tenant. Every lookup by id uses tenant and id (`Caller.engine_id`), and every shown id goes
-through `Caller.shown_id`, so that a tenant cannot reach requests of another tenant. Operators can reach all requests.
+The owner of a key is a tenant. To keep tenants from reaching each other's requests, every lookup by id uses tenant and
+id (`Caller.engine_id`), and every shown id goes through `Caller.shown_id`. Operators can reach all requests.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ class Caller(NamedTuple):
     is_operator: bool
 
     def engine_id(self, given: str) -> str:
-        """Return the engine's id for an id from the caller. Operators name requests of tenants as ``TENANT:ID``."""
+        """Return the engine's request id for a request id given by the caller. Operators refer to a tenant's request as
+        ``TENANT:ID``."""
         return given if self.is_operator and ":" in given else engine_id(self.tenant, given)
 
     def shown_id(self, request_id: str) -> str | None:
@@ -51,7 +52,7 @@ ANYBODY = Caller(tenant=None, is_operator=True)
 
 
 class ApiKeys:
-    """The accepted keys.
+    """The accepted API keys.
 
     Args:
         keys: keys of tenants.
@@ -133,12 +134,12 @@ def require_operator(keys: ApiKeys | None, caller: Caller, *, totals: bool = Fal
 
 
 def may_see_totals(keys: ApiKeys | None, caller: Caller) -> bool:
-    """Return whether a caller may see sums over all tenants; every caller may on a server without operators."""
+    """Return whether a caller may see sums over all tenants; on a server without operators, every caller may."""
     return caller.is_operator or keys is None or not keys.has_operators
 
 
 def _read(path: str | None, flag: str) -> list[str]:
-    """Return the keys of a file, at least one."""
+    """Return the keys in a file, at least one; an empty list if `path` is None."""
     if path is None:
         return []
     try:

@@ -1,6 +1,6 @@
-"""A single API key of a server, from its environment or, for local tests, from the command line.
+"""Reads a server's single API key from its environment or, for local tests, from the command line.
 
-The variable is removed from the environment when it is read, so that child processes do not inherit it. Every user of
+The variable is removed from the environment when it is read, to keep it from child processes. Every user of
 the machine can read the command line in the list of processes; the server warns about this.
 """
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 def take_api_key(given: str | None, env: MutableMapping[str, str]) -> str | None:
-    """Return the key, and remove it from the environment; None without a key.
+    """Return the API key, and remove it from the environment; None: no key is given.
 
     Args:
         given: value of the flag.
         env: environment of the process.
 
     Raises:
-        ConfigError: flag and variable have different keys.
+        ConfigError: the flag and the variable have different keys.
     """
     found = env.pop(KEY_VARIABLE, None)
     if given is None:

@@ -11,12 +11,13 @@ CERT_FLAG, KEY_FLAG, CLIENT_CA_FLAG = "--tls-cert", "--tls-key", "--tls-client-c
 
 
 class Tls:
-    """Certificate and key, read at once; TLS 1.2 or newer.
+    """Certificate and key, read when this object is created; TLS 1.2 or newer.
 
     Args:
         cert: PEM file of the certificate and its chain.
         key: PEM file of its key, without a passphrase.
-        client_ca: PEM file of the CAs whose clients are accepted; None: clients need no certificate.
+        client_ca: PEM file of CAs, one of which must have issued a client's certificate; None: clients need no
+            certificate.
 
     Raises:
         ConfigError: a file cannot be read or has the wrong contents; the message names the flag.
@@ -34,7 +35,7 @@ class Tls:
         return self._files[2] is not None
 
     def reload(self) -> None:
-        """Reload the files of certificate and key for new connections; the clients' CAs stay.
+        """Reload the certificate and key files for new connections; the CAs of clients are reloaded only for gRPC.
 
         Raises:
             ConfigError: see the class; the old certificate and key stay in use.

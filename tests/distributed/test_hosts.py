@@ -199,7 +199,7 @@ def test_D5_a_rank_that_ends_is_noticed_by_all(ranks):
     until(lambda: {0, 1} <= ranks.lost.keys())
     assert ranks.lost[0] == ranks.lost[1]
     assert ranks.lost[0].startswith("rank 2 (")
-    assert ranks.lost[0].endswith("has ended")
+    assert ranks.lost[0].endswith("has disconnected")
 
 
 def test_an_error_of_one_rank_is_the_last_word_of_all(ranks):
@@ -363,7 +363,7 @@ def test_rank_0_goes_while_others_are_awaited(ranks):
     (error,) = ranks.ended().values()
     server.stop(0)
     assert isinstance(error, HostError)
-    assert "has ended before all ranks had joined" in str(error)
+    assert "has disconnected before all ranks had joined" in str(error)
 
 
 @pytest.mark.parametrize("said", [b"", b"220 mail ready, and more than enough for a frame\r\n"])
@@ -667,9 +667,9 @@ def test_D5_a_process_that_stops_or_dies_is_noticed(start_ranks, monkeypatch, ho
         finally:
             process.kill()
     assert took_s < (5.0 if how is signal.SIGSTOP else 1.5)
-    what = "has ended" if how is signal.SIGKILL else "has not answered for 3 s"
+    what = "has disconnected" if how is signal.SIGKILL else "has not answered for 3 s"
     assert replicas[0].lost[1].endswith(f"rank 0 at 127.0.0.1:{replicas[0].port} {what}")
-    assert replicas[1].lost[0].endswith("has not answered for 3 s or has ended")
+    assert replicas[1].lost[0].endswith("has not answered for 3 s or has disconnected")
 
 
 def test_weights_of_the_same_shape_are_told_apart(tmp_path):

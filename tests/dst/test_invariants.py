@@ -21,7 +21,7 @@ CHECKED: dict[str, list[tuple[str, str]]] = {
     # free + allocated + cached alone = total
     "I1": [
         (_CACHE, "blocks are lost"),
-        (_STATES, "blocks are charged twice, or to nobody"),
+        (_STATES, "blocks are charged to two requests, or to no request"),
         (_ENGINE, "blocks are lost"),
     ],
     # references to a block = tables that hold it
@@ -31,17 +31,20 @@ CHECKED: dict[str, list[tuple[str, str]]] = {
     # table length = ceil(computed / block size) by kind
     "I4": [
         (_CACHE, "a block table is not ceil(tokens / block size) long"),
-        (_STATES, "cache and table differ about positions"),
+        (_STATES, "cache and request table have different numbers of positions"),
     ],
     # a waiting request owns nothing
     "I5": [
-        (_STATES, "cache of a request that has none"),
-        (_STATES, "a request without cache has a slot, or the reverse"),
+        (_STATES, "a request that is not running has cache"),
+        (_STATES, "a running request has no slot, or another request has one"),
     ],
     # one state each, the end is final
-    "I6": [(_STATES, "rows and requests differ"), (_ENGINE, "an output after the end")],
+    "I6": [(_STATES, "a row does not refer to its live request"), (_ENGINE, "an output after the end")],
     # 0 <= computed <= prompt + output
-    "I7": [(_STATES, "cached positions beyond the tokens"), (_STATES, "more tokens than max_tokens")],
+    "I7": [
+        (_STATES, "more cached positions than tokens, or fewer than 0"),
+        (_STATES, "a request has more tokens than max_tokens allows"),
+    ],
     # budget, rows, at least a token a row
     "I8": [("apt_jax/sched/plan_check.py", "max_num_batched_tokens"), (_FAKE, "an empty row")],
     # no block is writable by two

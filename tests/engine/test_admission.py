@@ -138,7 +138,10 @@ class TestTenants:
         for num in range(waiting + 1):
             check({}, tenant="a", num_waiting=num, num_of_tenant=num)
         waiting += 2
-        with pytest.raises(QueueFullError, match="the queue already has 911 requests of this API key, its full share"):
+        with pytest.raises(
+            QueueFullError,
+            match="the queue already holds 911 requests from this API key, which is the key's full share",
+        ):
             check({}, tenant="a", num_waiting=waiting, num_of_tenant=waiting)
         check({}, tenant="b", num_waiting=waiting, num_of_tenant=0)
 
@@ -192,7 +195,7 @@ class TestObjectives:
         check(config, ttft_s=1.0, missing_slots=8, requests_per_s=0.0)
 
     def test_what_is_out_of_reach_alone_is_the_requests_own_fault(self):
-        with pytest.raises(InvalidRequestError, match=r"2000 prompt tokens take about 2048 ms alone") as caught:
+        with pytest.raises(InvalidRequestError, match=r"2000 prompt tokens alone take about 2048 ms") as caught:
             check({"slo_admission": "on"}, prompt_len=2000, ttft_s=0.5)
         assert caught.value.field == "slo.ttft_ms"
 

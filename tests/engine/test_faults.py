@@ -264,7 +264,7 @@ def test_D2_no_memory_for_a_single_block_is_found_before_anything_is_allocated(m
     ("where", "says"),
     [
         ("load", ("the weights", "--dtype", "--quantization")),
-        ("make", ("the weights as they are used", "--dtype")),
+        ("make", ("the weights in the executor's layout", "--dtype")),
         ("warm up", ("--max-num-seqs", "--max-num-batched-tokens", "--device-memory-utilization")),
     ],
 )
@@ -280,7 +280,7 @@ def test_D2_no_memory_while_it_starts_names_what_to_change(model, monkeypatch, w
         monkeypatch.setattr(JaxExecutor, "warm_up", fail)
     with pytest.raises(ConfigError) as caught:
         build_engine(model.config, calibrate=False)
-    assert_says(caught.value, f"{1 << 50:,} bytes were asked for", *says)
+    assert_says(caught.value, f"{1 << 50:,} bytes were requested", *says)
 
 
 def test_D2_a_failure_of_another_kind_stays_what_it_is(model, monkeypatch):
@@ -318,7 +318,7 @@ def test_M12_a_start_says_where_the_longest_request_does_not_fit(model, caplog):
         assert (parts.limits.max_pool_tokens or 0) >= 8  # one block of each kind at least
         return caplog.text
 
-    assert "the cache has room for 24 tokens, max_model_len is 64: longer requests are rejected" in start(3)
+    assert "the cache holds only 24 tokens, max_model_len is 64: longer requests are rejected" in start(3)
     assert "room for" not in start(8)
     with pytest.raises(ConfigError, match="num_blocks_override=1 must"):
         CacheConfig(num_blocks_override=1)

@@ -85,7 +85,7 @@ def test_a_model_that_is_not_finite_ends_its_request_alone():
     assert scores.num_done == 0
     late = scores.targets(4, 5)
     assert late is not None
-    with pytest.raises(ValueError, match="arrive after 0"):
+    with pytest.raises(ValueError, match="expected 0"):
         scores.add(late, bad)
 
 

@@ -189,7 +189,7 @@ def test_the_example_in_plain_triton_has_no_rules() -> None:
 def test_kernels_of_another_platform_are_refused_before_anything_is_loaded(name, devices, monkeypatch) -> None:
     monkeypatch.setattr("apt_jax.models.load_model", lambda *_: pytest.fail("loaded"))
     config = EngineConfig(model="tiny-opt", attention_backend=name)
-    with pytest.raises(ConfigError, match=f"{name!r} runs on {devices}, not on platform 'cpu'; there: cpu, .*xla"):
+    with pytest.raises(ConfigError, match=f"{name!r} runs on {devices}, not on platform 'cpu'; use one of cpu, .*xla"):
         load_weights(config)
     with pytest.raises(ConfigError, match=f"runs on {devices}"):
         choose_attention("cpu", name, None, {})

@@ -176,7 +176,7 @@ def test_chunks_are_counted_in_pairs_of_tiles() -> None:
 def test_a_step_beyond_the_programs_is_refused() -> None:
     costs = ProgramCosts(shapes=SHAPES, coefficients=(1.0,) * len(SHAPES.feature_names()))
     step = StepPoint(num_tokens=[1] * 9, start=[5] * 9, kind=[0] * 9, time_s=1.0)
-    with pytest.raises(ValueError, match="9 rows or tokens in a step; measured up to 8"):
+    with pytest.raises(ValueError, match="a step has 9 rows or tokens, but programs were measured only up to 8"):
         costs.step_s(*step.arrays())
     assert (costs.max_num_seqs, costs.max_num_batched_tokens) == (8, 64)
 

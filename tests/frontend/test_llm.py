@@ -510,7 +510,7 @@ def test_ids_without_a_row_are_refused_in_requests_and_never_come_out(short_of_r
             llm.parts.build_request(**request)
         assert "\n" not in str(caught.value)
     assert llm.parts.chat_prompt([{"role": "user", "content": "<image>"}])  # text stays text
-    with pytest.raises(InvalidRequestError, match=f"messages: the text holds the token id {image}"):
+    with pytest.raises(InvalidRequestError, match=f"messages: the text contains the token id {image}"):
         llm.parts.chat_prompt([{"role": "system", "content": "a"}])
     ids = list(range(VOCAB_SIZE))
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, allowed_token_ids=tuple(ids[3:]))

@@ -134,8 +134,8 @@ _CHANGES: dict[str, tuple[Callable[..., object], str]] = {
     "heads that differ by layer": (lambda w: w.add_array("llama.attention.head_count_kv", [2, 4]), "the same in all layers"),
     "epsilon that is not finite": (lambda w: w.add_float32("llama.attention.layer_norm_rms_epsilon", float("nan")), "must be a finite number"),
     "unknown scaling": (lambda w: w.add_string("llama.rope.scaling.type", "magic"), "metadata llama.rope.scaling.factor is missing"),
-    "a tensor without a place": (lambda w: w.add_tensor("blk.0.strange.weight", np.zeros(4, np.float32)), "'blk.0.strange.weight' has no place"),
-    "a tensor of no layer": (lambda w: w.add_tensor("blk.x.attn_q.weight", np.zeros(4, np.float32)), "'blk.x.attn_q.weight' has no place"),
+    "a tensor without a place": (lambda w: w.add_tensor("blk.0.strange.weight", np.zeros(4, np.float32)), "'blk.0.strange.weight' does not belong"),
+    "a tensor of no layer": (lambda w: w.add_tensor("blk.x.attn_q.weight", np.zeros(4, np.float32)), "'blk.x.attn_q.weight' does not belong"),
 }  # fmt: skip
 
 
@@ -433,7 +433,7 @@ def test_json_of_empty_values_is_refused_before_it_is_parsed(hostile_loads, unit
     found = [load for load in hostile_loads if load["unit"] == unit and load["files"] > 4_000_000]
     assert len(found) == 7
     for load in found:
-        assert re.search(r"as JSON it would take \d+ MiB of memory .* more than the \d+ MiB", load["error"]), load
+        assert re.search(r"parsing it would take \d+ MiB of memory .* more than the \d+ MiB", load["error"]), load
         assert load["memory"] <= 3 * load["files"] + (4 << 20), load
 
 

@@ -495,7 +495,7 @@ def test_values_beyond_the_range_of_the_dtype_are_refused(tmp_path):
         (b"\xff\xfe", "not valid JSON"),
         (b"[1]", "must hold a JSON object"),
         (b'{"a": ' * 30_000, "not valid JSON"),
-        (b'{"a": ' * 100_000, "as JSON it would take 108 MiB of memory"),
+        (b'{"a": ' * 100_000, "parsing it would take 108 MiB of memory"),
         (b'{"vocab_size": 1, "vocab_size": 2}', "occurs twice"),
         (b"{}", "known: OPTForCausalLM"),
     ],

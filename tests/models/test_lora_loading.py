@@ -126,7 +126,10 @@ def test_modules_without_tensors_may_be_listed_as_in_peft(tmp_path):
         ({f"base_model.model.{Q}.lora_magnitude_vector": (16,)}, "neither lora_A nor lora_B"),
         ({f"{'a.' * 500_000}lora_A.weight": (4, 48)}, "has a name of 1000013 characters; at most 1024 are supported"),
         ({f"base_model.model.{Q}.lora_B.weight": None}, "is missing for 1 module"),
-        ({f"base_model.model.{Q}.lora_A.weight": (4, 12)}, "not [r, 16] and [16, r]; is it of another model?"),
+        (
+            {f"base_model.model.{Q}.lora_A.weight": (4, 12)},
+            "not [r, 16] and [16, r]; was it trained for another model?",
+        ),
         ({f"base_model.model.{Q}.lora_B.weight": (16, 3)}, "not [r, 16] and [16, r]"),
         ({f"{Q}.lora_A.weight": (4, 16)}, "are the same tensor"),
     ],

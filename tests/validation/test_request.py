@@ -198,7 +198,7 @@ def test_R2_prompt_and_output_together_are_bounded_and_the_message_says_by_how_m
 
 def test_R3_what_can_never_fit_the_pool_is_refused():
     message = refused("max_tokens", prompt="x" * 33, params=SamplingParams(max_tokens=16))
-    assert "48 tokens in all: 2 too many" in message
+    assert "48 tokens in total: 2 too many" in message
     assert build("x" * 31, params=SamplingParams(max_tokens=16))
 
 
@@ -397,7 +397,7 @@ def test_bad_words_are_tokens_with_and_without_a_space():
 
     request = build("x", tokenizer=Tokenizer(), params={"bad_words": ["cat", " a b", "dog"]})
     assert request.bad_words_token_ids == ((4,), (5,), (6, 7), (8, 7), (9, 1))
-    with pytest.raises(InvalidRequestError, match="bad_words: 'big' holds a token outside the model's vocabulary"):
+    with pytest.raises(InvalidRequestError, match="bad_words: 'big' contains a token outside the model's vocabulary"):
         build("x", tokenizer=Tokenizer(), params={"bad_words": ["big"]})
 
 
@@ -424,7 +424,7 @@ def test_R9_no_limit_means_what_fits_context_and_pool():
     assert most("hello") == 48 - 6
     assert most("hello", max_pool_tokens=None) == most("hello", max_pool_tokens=1000) == 64 - 6
     assert build(params={"max_tokens": None, "min_tokens": 42}).params.min_tokens == 42
-    with pytest.raises(InvalidRequestError, match="can never fit the cache"):
+    with pytest.raises(InvalidRequestError, match="can never fit in the cache"):
         most("x" * 50)
 
 

@@ -1,4 +1,4 @@
-"""Blocks that a real-time and a best-effort request share, growing towards each other (BROS §5)."""
+"""Blocks shared by a real-time and a best-effort request, which fill them from opposite ends (BROS §5)."""
 
 from apt_jax.cache.sharing.block_sharing import BlockSharing
 from apt_jax.cache.sharing.host_blocks import HostBlocks, LentBlocks

@@ -1,24 +1,25 @@
-"""Blocks that a real-time and a best-effort request share, growing towards each other (BROS §5).
+"""Blocks shared by a real-time and a best-effort request, which fill them from opposite ends (BROS §5).
 
-A group of C slots may have two users. A real-time request takes its slots from the left, a best-effort one from the
-right; positions of a group stay in order from the user's own end:
+A group of C slots may have two users. A real-time request fills slots from the left, a best-effort request from the
+right, each in the order of its positions:
 
     slot          0    1    2    3    4    5    6    7
     real-time     p0   p1   p2                          ->
     best-effort                      <- p3   p2   p1   p0
 
 While both users together need at most C slots, neither affects the other. If a running request needs a slot of the
-other user, which does not run, only that slot is saved to host memory first (*lazy checkpointing*): always the latest
-positions of the other user in the group. The other user is then incomplete, and the *preemption table* records its
-missing slots. Before it runs again, its checkpointed slots are loaded: in place if the group is unshared again,
-otherwise into a new group, which begins as a copy of the shared group.
+other user, which is not running, only that slot is saved to host memory first (*lazy checkpointing*). Such slots always
+hold the other user's latest positions in the group. The other user is then incomplete, and the *preemption table*
+records its missing slots. Before it runs again, these slots are loaded: in place, or into a new group, which begins as
+a copy of the shared group if the request still has slots there.
 
 A request gets blocks as follows:
 
-* `FindBlock`: a best-effort request takes free groups. If it lacks one group, its last, partly filled group is placed
-  at the right end of a real-time request's group, the group with the most empty slots.
+* `FindBlock`: a best-effort request takes free groups. If it lacks one group and its last group is only partly filled,
+  the positions of that group are placed at the right end of a real-time request's group: the group with the most empty
+  slots.
 * `FindPreemptBlock`: a real-time request takes free groups; if there are too few, it shares groups of best-effort
-  requests that do not run, groups with the most empty slots first.
+  requests that are not running, groups with the most empty slots first.
 
 A shared group has two holders, so it is charged to neither (`GroupPool`). A request that has lost all of its slots in a
 group leaves the group: its block table has a hole there until the request is restored.
@@ -78,7 +79,7 @@ class BlockSharing:
         self._shared_by: dict[int, set[int]] = {}
         cache.use_placement(self)
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     def have_two_users(self, firsts: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Return an (n,) mask: True if the group has two users."""
@@ -106,7 +107,7 @@ class BlockSharing:
 
         Args:
             kind: cache kind of the groups.
-            running: slots of the requests of this step, whose groups are left out.
+            running: slots of the requests in this step; their groups are left out.
         """
         slots, entries, _ = self.lone_groups(kind, down=True)
         return [place for place in zip(slots.tolist(), entries.tolist(), strict=True) if place[0] not in running]
@@ -159,7 +160,7 @@ class BlockSharing:
         *,
         running: Iterable[int] = (),
     ) -> NDArray[np.bool_]:
-        """Call `reserve` for requests of a step, real-time requests first, in order. Rows without shared groups or
+        """Call `reserve` for the requests of a step in order, real-time requests first. Rows without shared groups or
         checkpoints are handled together.
 
         Args:
@@ -168,7 +169,8 @@ class BlockSharing:
             num_tokens: (n,) total number of positions that each row needs.
             kinds: (n,) cache kind of each row.
             best_effort: (n,) True: best-effort request; False: real-time request.
-            copies: (n,) True: the first new group of the row begins as a copy; None: no group does.
+            copies: (n,) True: the first new group of the row begins as a copy of a cached group; None: no row has such
+                a group.
             running: slots of requests of the step whose blocks have been reserved in earlier calls.
 
         Returns:
@@ -184,7 +186,7 @@ class BlockSharing:
             plain = (held == NO_SLOT) | ~np.isin(held, involved)
             roomy = (held != NO_SLOT) & (num_tokens[rows] <= cache.num_groups[held] * sizes[rows])
             if not roomy[plain].all() and not self._fits(rows[plain], rows[~plain], slots, num_tokens, kinds):
-                plain &= roomy  # the order of the others decides who gets blocks
+                plain &= roomy  # the others compete for the blocks, in order
             index = rows[plain]
             if index.size:
                 held = slots[index]
@@ -207,8 +209,8 @@ class BlockSharing:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> bool:
-        """Return True if slots and blocks suffice for `rows`, which share no groups, even if `others` need as many
-        blocks as they possibly can."""
+        """Return True if slots and blocks suffice for `rows`, which share no groups, even if `others` take as many as
+        they can possibly need."""
         cache = self._cache
         halves, sizes = np.asarray(cache.blocks_per_group, np.int32), np.asarray(cache.block_sizes, np.int32)
 
@@ -231,10 +233,10 @@ class BlockSharing:
         Args:
             owner: owner of the request; it takes a slot at the first call.
             num_tokens: total number of positions, at least as many as it has.
-            kind: cache kind; the kind that it holds, if it holds cache.
+            kind: cache kind; if the request holds cache, its present kind.
             running: slots of the requests of this step whose blocks have been reserved; their groups stay unchanged.
                 The request's own slot is added.
-            copied: True: the first new group begins as a copy, so it must not be shared.
+            copied: True: the first new group begins as a copy of a cached group, so it must not be shared.
 
         Returns:
             False: too few blocks or no slot is free, and nothing has changed.
@@ -290,8 +292,8 @@ class BlockSharing:
     def _moves(self, slot: int, num_tokens: int, running: set[int], room: int, *, down: bool) -> list[int]:
         """Return the block table entries at which a request replaces a shared group with a new group.
 
-        It leaves groups in which it needs slots of a request that also runs. A best-effort request also leaves groups
-        in which it needs slots of a request that does not run, if there are enough free groups to replace all of them.
+        It leaves groups in which it needs slots of another running request. A best-effort request also leaves groups in
+        which it needs slots of a request that is not running, if there are enough free groups to replace all of them.
         Otherwise, and for real-time requests, the slots of the other user are checkpointed.
         """
         must: list[int] = []
@@ -306,7 +308,8 @@ class BlockSharing:
     def _find(
         self, kind: int, num: int, running: set[int], num_tokens: int, new: list[int], *, down: bool
     ) -> list[Place]:
-        """Return groups of other requests that a request may share, for the last `num` of its new entries."""
+        """Return up to `num` groups of other requests for a request to share, one for each of its last `num` new block
+        table entries."""
         if not down:
             return self.preemptible(kind, running)[:num]
         size = self._cache.block_sizes[kind]
@@ -350,7 +353,7 @@ class BlockSharing:
             self._shared_by.setdefault(each, set()).add(first)
 
     def _move(self, slot: int, entry: int, ids: NDArray[np.int32]) -> None:
-        """Replace a shared group of a request with a new group, which begins as a copy."""
+        """Replace a shared group of a request with a new group, which begins as a copy of it."""
         old = self._cache.tables[slot, : ids.size, entry].copy()
         self._leave(slot, int(old[0]))
         self.preempted.transfers.copies += zip(old.tolist(), ids.tolist(), strict=True)
@@ -392,7 +395,7 @@ class BlockSharing:
             self.num_holes[slot] += 1
 
     def release(self, slot: int) -> None:
-        """Remove a request from its shared groups and drop its checkpoints, before its release."""
+        """Remove a request from its shared groups and drop its checkpoints, before it is released."""
         for first in list(self._shared_by.get(slot, ())):
             self._leave(slot, first)
         self.preempted.drop(slot)

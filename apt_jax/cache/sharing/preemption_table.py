@@ -1,7 +1,7 @@
 """The preemption table (BROS §5.2): missing slots of requests, and transfers of slots to and from host memory.
 
-Only slots that another request is about to overwrite are saved (*lazy checkpointing*): always the latest positions of a
-request in a group. They occupy the same slots of a block in host memory as on the device.
+Only slots that another request is about to overwrite are saved (*lazy checkpointing*). They always hold a request's
+latest positions in a group, and keep their places in a block of host memory.
 """
 
 import dataclasses
@@ -21,14 +21,15 @@ Place = tuple[int, int]
 
 @dataclasses.dataclass(eq=False)
 class Checkpoint:
-    """An entry of the preemption table: positions of a group that a request has in host memory."""
+    """An entry of the preemption table: a request's positions in one group, some of which are in host memory."""
 
     kept: int
     """Number of the request's first positions in the group that are on the device; the others are in host memory."""
     host: NDArray[np.int32]
-    """(blocks_per_group,) host blocks with the saved slots, which have the same index as on the device; empty: lost."""
+    """(blocks_per_group,) host blocks with the saved slots, at the same indices as on the device; empty: the slots are
+    lost."""
     step: int = -1
-    """Number of the step that made the last saves."""
+    """Number of the step that last saved slots of the group."""
     kept_before: int = 0
     """Number of positions on the device before that step."""
     blocks: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
@@ -55,10 +56,11 @@ class PreemptionTable:
     Args:
         cache: the cache with the block tables.
         host: blocks of host memory, of the same size as device blocks.
-        grows_down: True: the request fills new groups from the right; indexed by slot, and not copied.
+        grows_down: True: the request fills new groups from the right; indexed by slot. The array is shared with the
+            caller.
 
     Attributes:
-        of_slot: checkpoints by slot and entry of its block table.
+        of_slot: checkpoints by slot and index of the block table entry.
         transfers: transfers of the step being built.
         saved_slots, loaded_slots: total number of slots moved, by kind.
     """
@@ -72,7 +74,7 @@ class PreemptionTable:
         self._unloaded: list[NDArray[np.int32]] = []
         """Host blocks that the step loads; freed after it has been built, so that its saves do not overwrite them."""
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     def used(self, place: Place, num_tokens: int | None = None) -> int:
         """Return the number of positions that a request has in a group, or will have with `num_tokens` in total."""
@@ -82,7 +84,7 @@ class PreemptionTable:
         return min(max(tokens - entry * size, 0), size)
 
     def on_device(self, place: Place) -> int:
-        """Return the number of positions of a request in a group that are on the device."""
+        """Return the number of a request's positions in a group that are on the device."""
         checkpoint = self.of_slot.get(place[0], {}).get(place[1])
         return self.used(place) if checkpoint is None else checkpoint.kept
 
@@ -92,7 +94,8 @@ class PreemptionTable:
         return checkpoint is not None and checkpoint.step == self._step
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the (n,) numbers of blocks with slots in host memory, by request: M^cpu of BROS, Table 1."""
+        """Return, for each request, the number of its blocks that have slots in host memory, (n,): M^cpu of BROS, Table
+        1."""
         blocks = np.zeros(self._grows_down.size, np.int32)
         for slot, table in self.of_slot.items():
             blocks[slot] = len(table) * self._cache.blocks_per_group[self._cache.kind[slot]]
@@ -161,7 +164,7 @@ class PreemptionTable:
             require(checkpoint.host.size, "a request continues although its slots were lost")
             place, begin = (slot, entry), checkpoint.kept
             ids = self._cache.tables[slot, : checkpoint.host.size, entry]
-            if checkpoint.step == self._step:  # this step's saves have not been overwritten yet
+            if checkpoint.step == self._step:  # slots that this step saves are still on the device
                 if begin == 0:
                     self.transfers.copies += zip(checkpoint.blocks.tolist(), ids.tolist(), strict=True)
                 begin = checkpoint.kept_before
@@ -178,12 +181,12 @@ class PreemptionTable:
         """Drop all checkpoints of a request."""
         for checkpoint in self.of_slot.pop(slot, {}).values():
             if checkpoint.host.size:
-                if checkpoint.step == self._step:  # others may get these blocks of host memory in the same step
+                if checkpoint.step == self._step:  # these host blocks may be reused in the same step
                     self._cancel_saves(slot, checkpoint)
                 self._host.free(checkpoint.host)
 
     def _cancel_saves(self, slot: int, checkpoint: Checkpoint) -> None:
-        """Cancel the saves of a group by the step being built."""
+        """Cancel the saves of a group in the step being built."""
         host = set(checkpoint.host.tolist())
         self.saved_slots[self._cache.kind[slot]] -= checkpoint.kept_before - checkpoint.kept
         self.transfers.saves = [each for each in self.transfers.saves if each[1] not in host]

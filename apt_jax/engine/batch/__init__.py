@@ -10,7 +10,8 @@ __all__ = ["PlainReserver", "Reserver", "SharedReserver", "reserver_for"]
 
 
 def reserver_for(policy: Policy, cache: CacheConfig) -> type[Reserver]:
-    """Return the `Reserver` class for a policy: requests share blocks if both policy and configuration allow it."""
+    """Return the `Reserver` class for a policy: requests share blocks if policy and configuration allow it and there is
+    host memory."""
     if takes_groups(policy) and cache.share_blocks and cache.swap_space > 0:
         return SharedReserver
     return PlainReserver

@@ -1,4 +1,5 @@
-"""Builds a `StepBatch` from a plan: preempts, attaches cached prefixes, reserves blocks, and updates the counts."""
+"""Builds a `StepBatch` from a plan: preempts requests, attaches cached prefixes, reserves blocks, and updates the
+counts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ class BatchBuilder:
         states: the requests; the requests of a batch are running afterwards.
         cache: holds the blocks.
         plans: filters the plans.
-        prefixes: attaches cached prefixes to requests that begin.
+        prefixes: attaches cached prefixes to requests that start to run.
         reserver: reserves blocks for rows.
         counters: counts deferred rows and restored prefixes.
         recorder: receives the batch and the rows that must wait.
@@ -61,10 +62,10 @@ class BatchBuilder:
     # --- before dispatch -------------------------------------------------------------------------------------------
 
     def build(self, plan: Plan) -> tuple[StepBatch | None, NDArray[np.int32], list[RequestState]]:
-        """Preempt requests, then reserve blocks for rows, in the order of the plan.
+        """Preempt the requests that a plan preempts, reserve blocks for its rows in order, and build the batch.
 
         Returns:
-            The batch (None: nothing to run), its rows of the request table, and their requests.
+            The batch (None: nothing to run), its rows in the request table, and their requests.
         """
         states = self._states
         if plan.preempt.size:
@@ -82,7 +83,7 @@ class BatchBuilder:
         convert = self._plans.converted_rows(plan, rows)
         begins = self._states.prefixes.converted_rows(rows, kind)
         found, sources = self._prefixes.attach(rows, slots, kind, begins)
-        if begins is not None:  # they hold layer inputs until converted
+        if begins is not None:  # these rows hold layer inputs until they are converted
             begins &= found > 0
             kind = np.where(begins, np.int8(HIDDEN), kind)
             convert |= begins
@@ -154,10 +155,10 @@ class BatchBuilder:
         """Convert rows from layer inputs to keys and values while there are free blocks.
 
         Args:
-            found: (n,) cached positions of the rows that begin; 0 for running rows.
+            found: (n,) numbers of cached positions attached to rows that start to run; 0 for running rows.
 
         Returns:
-            The blocks of layer inputs by converted row; and for each of `rows`, whether it can run.
+            A map from each converted row to its blocks of layer inputs, and for each of `rows` True if it can run.
         """
         table, states, cache = self._table, self._states, self._cache
         owners = table.rank[rows].tolist()
@@ -236,7 +237,8 @@ class BatchBuilder:
     def _begin_copies(
         self, rows: NDArray[np.int32], slots: NDArray[np.int32], sources: Mapping[int, CopySource]
     ) -> NDArray[np.int32]:
-        """Make the first new group of each row with a source a copy; return (m, 2) source and destination blocks."""
+        """Make the first new group of each row in `sources` a copy, and return an (m, 2) array of source and
+        destination blocks."""
         copies = [
             self._cache.begin_copy(slot, int(self._table.num_cached[row]), sources[row])
             for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)
@@ -258,7 +260,7 @@ class BatchBuilder:
     # --- after dispatch --------------------------------------------------------------------------------------------
 
     def account(self, batch: StepBatch, rows: NDArray[np.int32], requests: list[RequestState]) -> list[FilledBlocks]:
-        """Update the counts for a dispatched step; returns the groups that it fills."""
+        """Update the counts for a dispatched step, and return the groups that it fills."""
         states, table, cache = self._states, self._table, self._cache
         end = batch.start + batch.num_tokens
         table.num_cached[rows] = end
@@ -288,7 +290,7 @@ class BatchBuilder:
 
     def _filled(self, batch: StepBatch, rows: NDArray[np.int32], end: NDArray[np.int32]) -> list[FilledBlocks]:
         """Return the full groups that the commit of a step registers or discards. Rows that sample no token are left
-        out, because their values may not be finite."""
+        out, because it is not known whether their values are finite."""
         num_filled = self._states.num_filled
         groups = end // self._block_sizes[batch.kind]
         more = batch.samples & (groups > num_filled[rows])
@@ -333,7 +335,7 @@ def _pool_spans(
 
 
 def _conversions_of(rows: NDArray[np.int32], inputs: dict[int, NDArray[np.int32]]) -> Conversions:
-    """Return `StepBatch.conversions`; `inputs` holds the blocks of layer inputs by converted row."""
+    """Return `StepBatch.conversions`; `inputs` maps each converted row to its blocks of layer inputs."""
     at = np.flatnonzero(np.isin(rows, list(inputs)))
     tables = [inputs[row] for row in rows[at].tolist()]
     padded = np.full((at.size, max(t.size for t in tables)), NULL_BLOCK, np.int32)

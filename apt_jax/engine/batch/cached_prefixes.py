@@ -1,4 +1,4 @@
-"""Attaches groups cached on the device or in host memory to requests that begin."""
+"""Attaches groups cached on the device or in host memory to requests that start to run."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from apt_jax.engine.request_states import RequestStates
 
 
 class CachedPrefixes:
-    """Attaches cached prefixes to the requests that begin in a step.
+    """Attaches cached prefixes to the requests that start to run in a step.
 
     Args:
         states: the requests.
@@ -29,7 +29,7 @@ class CachedPrefixes:
         self._states, self._table = states, states.table
         self._cache, self._counters, self._host_memory = cache, counters, host_memory
         self._from_host: dict[int, int] = {}
-        """Number of positions that the step being built copies from host memory, by row."""
+        """Number of positions of each row that the step being built copies from host memory."""
 
     def attach(
         self,
@@ -38,15 +38,16 @@ class CachedPrefixes:
         kind: NDArray[np.int8],
         begins: NDArray[np.bool_] | None,
     ) -> tuple[NDArray[np.int32], dict[int, CopySource]]:
-        """Attach the cached prefixes of all requests that begin; called before any request gets new blocks.
+        """Attach the cached prefixes of all requests that start to run; called before any request gets new blocks.
 
         Args:
             rows, kind: (n,) rows of the plan and their cache kinds.
             slots: (n,) slots of the rows; changed in place if a row takes one.
-            begins: (n,) True: the row begins with layer inputs that are converted; None: no row does.
+            begins: (n,) True: the row reuses cached layer inputs, which are converted in this step; None: no row does.
 
         Returns:
-            (n,) numbers of positions that need not be computed, and by row the group to copy into its first new group.
+            An (n,) array with the number of cached positions attached to each row, and a map from rows to the group to
+            copy into the row's first new group.
         """
         found = np.zeros(rows.size, np.int32)
         sources: dict[int, CopySource] = {}
@@ -57,7 +58,7 @@ class CachedPrefixes:
         self._from_host.clear()
         if loads:
             self._prepare_loads(rows, kind)
-        found += self._table.cached_prefix_tokens[rows, kind]  # 0 where they run
+        found += self._table.cached_prefix_tokens[rows, kind]  # 0 for running rows
         for i in np.flatnonzero(found).tolist():
             row, owner = int(rows[i]), int(self._table.rank[rows[i]])
             of_kind, is_converted = int(kind[i]), begins is not None and bool(begins[i])
@@ -88,7 +89,7 @@ class CachedPrefixes:
         return found, sources
 
     def count_restore(self, row: int, kind: int, found: int) -> None:
-        """Update the counters of restored prefixes for a request that begins."""
+        """Update the counters of restored prefixes for a request that starts to run."""
         copied, hits = self._from_host.pop(row, 0), self._states.prefixes.hits
         assert hits is not None
         self._counters.host_hit_tokens += copied if found else 0
@@ -100,7 +101,8 @@ class CachedPrefixes:
             self._counters.restores["recomputed"] += 1
 
     def _prepare_loads(self, rows: NDArray[np.int32], kind: NDArray[np.int8]) -> None:
-        """Check the copies in host memory that rows begin with, and drop lost copies from the cache."""
+        """Check the copies of the rows' prefixes in host memory, drop lost copies from the cache, and pin the
+        others."""
         hits, cache, table = self._states.prefixes.hits, self._cache, self._table
         assert hits is not None
         assert cache.tier is not None

@@ -1,4 +1,4 @@
-"""Checks plans against the current states of the requests; rows that cannot run are left out and reported."""
+"""Checks plans against the current states of the requests; rows that cannot run are removed and reported."""
 
 import numpy as np
 from numpy.typing import NDArray

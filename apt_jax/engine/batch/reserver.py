@@ -26,9 +26,9 @@ class Demand:
     num_tokens: NDArray[np.int32]
     kind: NDArray[np.int8]
     found: NDArray[np.int32]
-    """Cached positions attached to the rows that begin; 0 for running rows."""
+    """Numbers of cached positions attached to rows that start to run; 0 for running rows."""
     sources: Mapping[int, CopySource]
-    """Group to copy into the first new group of a row, by row."""
+    """For some rows, the group to copy into the row's first new group."""
     first: NDArray[np.int32]
     """(m,) rows that get blocks before best-effort rows, together with real-time rows in plan order
     (`Plan.num_first`)."""
@@ -61,8 +61,8 @@ class Reserver(Protocol):
     def __init__(self, states: RequestStates, host_memory: HostMemory | None) -> None: ...
 
     def reserve(self, demand: Demand) -> NDArray[np.bool_]:
-        """Reserve blocks for rows, in order. Rows that must wait release their cached prefixes, so that other rows may
-        get the blocks.
+        """Reserve blocks for rows, in order. Rows that must wait release their cached prefixes, so that other rows can
+        use the blocks.
 
         Returns:
             (n,) True: the row can run; False: it must wait.
@@ -109,7 +109,7 @@ class PlainReserver:
 
 
 def give_back_prefixes(cache: HybridCache, table: RequestTable, demand: Demand, ok: NDArray[np.bool_]) -> bool:
-    """Release the cached prefixes of the rows that must wait; returns True if there were any.
+    """Release the cached prefixes of the rows that must wait, and return True if there were any.
 
     Args:
         cache: the cache that holds the prefixes.

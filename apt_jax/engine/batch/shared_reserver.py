@@ -16,8 +16,8 @@ from apt_jax.sched.view import TakeableGroups
 
 
 class SharedReserver:
-    """A `Reserver` that gives real-time requests free blocks and then slots of best-effort requests. The contents of
-    these slots are saved to host memory and loaded before the best-effort request runs again.
+    """A `Reserver` that gives real-time requests free blocks first, then slots of best-effort requests. The contents of
+    these slots are saved to host memory, and loaded again before the best-effort request runs.
 
     Args:
         states: the requests; a request whose slots are lost is preempted.
@@ -39,10 +39,10 @@ class SharedReserver:
         return int(np.flatnonzero((self._table.rank == owner) & self._table.live)[0])
 
     def reserve(self, demand: Demand) -> NDArray[np.bool_]:
-        """See `Reserver`; slots of the rows that are in host memory are restored."""
+        """See `Reserver`; the rows' slots that were saved to host memory are restored."""
         table, rows, slots, found = self._table, demand.rows, demand.slots, demand.found
         best_effort = table.best_effort[rows]
-        if demand.first.size:  # they get blocks together with real-time rows
+        if demand.first.size:  # these rows get blocks together with real-time rows
             best_effort &= ~np.isin(rows, demand.first)
         copied = np.isin(rows, list(demand.sources))
         is_lost, ok = self._lost_slots(slots), np.zeros(rows.size, np.bool_)

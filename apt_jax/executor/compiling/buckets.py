@@ -20,8 +20,8 @@ _STEEP_TOKENS = 256
 _OCTAVE = (16, 18, 21, 24, 28)
 """Buckets from a power of two to the next, in sixteenths of the former: increments of 12 to 17 %."""
 _PREFIX_ROOMS = (8192, 32_768)
-"""Total padded lengths of hidden prefixes, in positions, with programs of their own; another program takes any
-length."""
+"""Total padded lengths of hidden prefixes, in positions, up to which separate programs are compiled; one more program
+takes any length."""
 _SPARSE_PREFIX = 4
 """Factor between prompt sizes with hidden prefixes; they are sparse because the prefixes take most of such a step."""
 _CONVERT_TOKENS = (128, 1024)
@@ -32,8 +32,9 @@ CHANGES_PER_CALL = 4096
 
 
 def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1, *, sparse_below: int = 0) -> list[int]:
-    """Return powers of two from `smallest`, and last the smallest multiple of `multiple` that is at least `largest`.
-    Below `sparse_below`, which is `smallest` times a power of four, each bucket is four times the previous bucket."""
+    """Return buckets that double from `smallest`. The last bucket holds `largest`: it is `largest` rounded up to a
+    multiple of `multiple`, or the next doubling if `largest` is at most `multiple`. Below `sparse_below`, which is
+    `smallest` times a power of four, each bucket is four times the previous bucket."""
     buckets = []
     size = smallest
     while size < largest:
@@ -80,9 +81,9 @@ def prefix_sizes(
 
     Args:
         prompts: buckets of prompt tokens of a step, ascending.
-        in_pieces: True: kernels are launched for the maximum prefix length of a program, so shorter lengths are worth a
-            program; False: the device counts the launches.
-        few_tokens: number of tokens up to which the number of launches does not depend on the prefixes.
+        in_pieces: True: a program launches kernels for its maximum prefix length, so shorter maximum lengths are worth
+            separate programs; False: the device determines the number of launches, from the prefixes.
+        few_tokens: number of tokens up to which the number of kernel launches does not depend on the prefix lengths.
     """
     coarse, size = [prompts[-1]], prompts[0]
     while size < prompts[-1]:
@@ -192,7 +193,8 @@ class Buckets:
         return next(size for size in self.prompts if size.holds(tokens, prefix))
 
     def forward_shapes(self, *, mixed: bool) -> list[tuple[int, PromptSize | None]]:
-        """Return (decode rows, size of prompts) of all forward programs; with `mixed`, also of programs with both."""
+        """Return the (decode rows, prompt size) of every forward program; if `mixed`, including programs that have
+        both."""
         prompts = self.prompts
         shapes = [*((rows, None) for rows in self.decode), *((0, size) for size in prompts)]
         return shapes + [(self.decode[-1], size) for size in prompts] if mixed else shapes

@@ -7,7 +7,8 @@ from typing import Any
 
 TRITON_TOKENS = 64
 """Maximum number of tokens of a program whose products XLA may compile with Triton. On an H100 that saved 25 % of a
-step of 1 token, 8 % of a step of 64 and 2 % of a step of 512, and trying its variants took most of the compile time."""
+step of 1 token, 8 % of a step of 64 and 2 % of a step of 512, and trying Triton's variants took most of the compile
+time."""
 _DEFAULT_COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN"
 """Operations that XLA puts into a command buffer (a CUDA graph) by default."""
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
@@ -27,8 +28,8 @@ def compiler_options(
     """
     if platform == "tpu":
         # XLA may prefetch an argument into VMEM across calls. It takes the largest that fits, which is the embedding
-        # table, although a step reads only a few of its rows: a step of OPT-125M, which must read 250 MB, read 154
-        # more.
+        # table, although a step reads only a few of its rows: a step of OPT-125M, which must read 250 MB, read another
+        # 154 MB.
         return {"xla_max_cross_program_prefetches": 0}
     if not _is_gpu(platform):
         return {}

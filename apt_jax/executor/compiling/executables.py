@@ -1,11 +1,12 @@
 """Stores executables of an executor's programs, so that a later start loads them without tracing and lowering again.
 
-JAX's own cache (`apt_jax.utils.compile_cache`) finds an executable by its lowered program. An entry here is found by
-everything that a program depends on before it is traced, and contains the data that JAX needs to call the program: its
-arguments, their shardings, which of them are donated, and the key of the executable in JAX's cache. If no entry is
-found, or it cannot be loaded, the program is lowered and compiled as usual, and kept for the next start.
+JAX's own cache (`apt_jax.utils.compile_cache`) finds an executable by its lowered program. The key of an entry here is
+everything that a program depends on, which is known before it is traced. The entry contains the data that JAX needs to
+call the program: its arguments, their shardings, which of them are donated, and the key of the executable in JAX's
+cache. If no entry is found, or it cannot be loaded, the program is lowered and compiled as usual, and stored for the
+next start.
 
-Entries are pickles made with JAX's pickler, and executables are code: they are stored in a directory that only this
+Entries are pickles made with JAX's pickler, and executables are code. Both are stored in a directory that only this
 user may access, and each file is checked again when it is read (`cache_dir.read_private`). An entry may name only types
 and functions that describe arguments: listed names of JAX and NumPy, and this package's trees of arrays.
 """
@@ -53,7 +54,7 @@ _NAMES_OF_JAX = frozenset({
 shardings."""
 _NAMES_OF_NUMPY = frozenset({"dtype", "ndarray", "_reconstruct"})
 _TREES = ("apt_jax.models.", "apt_jax.ops.")
-"""Where this package's trees of arrays are defined."""
+"""Prefixes of the names of modules that define this package's trees of arrays."""
 
 
 class ExecutableStore:
@@ -62,7 +63,7 @@ class ExecutableStore:
     Args:
         kept: JAX's compiled programs on disk; entries are stored in the same directory.
         devices: devices that the programs run on, in the order of their mesh.
-        facts: everything that all programs of the executor depend on.
+        facts: descriptions of everything that all programs of the executor depend on.
 
     Attributes:
         num_loaded: number of programs that were loaded without tracing or lowering.
@@ -85,7 +86,7 @@ class ExecutableStore:
             _pickling()
         except (ImportError, AttributeError) as error:
             logger.warning(
-                "executables cannot be loaded with this version of JAX; each start lowers programs (%s)", error
+                "executables cannot be loaded with this version of JAX; each start lowers all programs (%s)", error
             )
             return None
         return cls(kept, devices, facts)
@@ -97,10 +98,10 @@ class ExecutableStore:
     def executable(
         self, facts: Sequence[str], lower: Callable[[], Lowered], options: Mapping[str, Any] | None = None
     ) -> Compiled:
-        """Return a program, loaded or else compiled and stored. May be called from any thread.
+        """Return a program: loaded if it is stored, otherwise compiled and then stored. May be called from any thread.
 
         Args:
-            facts: everything that the program depends on besides the facts of the executor.
+            facts: descriptions of everything that the program depends on besides the facts of the executor.
             lower: function that traces and lowers the program.
             options: compiler options, which must be among the facts.
         """
@@ -166,7 +167,7 @@ class ExecutableStore:
         )
 
 
-# --- what programs depend on -------------------------------------------------------------------------------------------
+# --- inputs of compilation ---------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -184,8 +185,8 @@ def source_digest() -> str:
 
 
 def process_facts() -> list[str]:
-    """Return the inputs of compilation in the process: sources, versions, options of JAX and XLA."""
-    # Versions of all installed packages, because any may take part in tracing, by directory names, which is fast.
+    """Return the inputs of compilation that depend on this process: sources, versions, options of JAX and XLA."""
+    # The versions of all installed packages, because any may take part in tracing; directory names are fast to read.
     packages: set[str] = set()
     for path in sys.path:
         with contextlib.suppress(OSError):  # Python ignores unreadable paths too

@@ -16,7 +16,8 @@ _LOOKED_FOR, _TRITON = "jaxlib.mlir.dialects.tt", "jaxlib.triton.dialect"
 """Name under which jaxlib's bindings search for the module of Triton's operations, for each operation until they find
 it; and the actual name of the module."""
 _NEW_OBJECTS = 100_000
-"""Number of new objects that starts a garbage collection; most objects of a program are freed before without one."""
+"""Number of new objects that starts a garbage collection; most objects created for a program are freed earlier, without
+a collection."""
 
 _lock = threading.Lock()
 _num_within = 0

@@ -1,8 +1,8 @@
 """Keeps track of the programs that a step may run. Needs no JAX.
 
-While a server that has started early compiles the other programs, steps run only programs that are ready. A step takes
-the smallest ready program that holds it. The largest program of each kind and the sampler that serves all rows are
-ready first, so there is always a program: a step never waits for the compiler.
+While a server that has started early still compiles programs, steps run only programs that are ready. A step takes the
+smallest ready program that it fits. The largest program of each kind and the sampler that serves all rows are ready
+first, so there is always a program: a step never waits for the compiler.
 """
 
 import dataclasses
@@ -48,12 +48,11 @@ class ReadyPrograms:
     """The programs that steps may run.
 
     Attributes:
-        sizes: sizes of the programs that neither sample nor move blocks to or from host memory.
+        sizes: sizes of the ready programs, except separate samplers and transfers to or from host memory.
 
     Args:
-        branches: see `Programs.branches`. If False, programs are also compiled for each set of cache kinds; the
-        programs
-            of `first`, which take any kinds, run until all programs are ready.
+        branches: see `Programs.branches`. If False, programs are also compiled for each set of cache kinds, and until
+            all programs are ready, steps run the programs of `first`, which take any kinds.
     """
 
     def __init__(self, buckets: Buckets, *, branches: bool = True) -> None:
@@ -68,7 +67,7 @@ class ReadyPrograms:
         return self._samplers is None
 
     def first(self) -> set[ProgramName]:
-        """Return the smallest set of programs that serves every step, without `TRANSFERS`."""
+        """Return the names of the smallest set of programs that can run every step, without `TRANSFERS`."""
         fields: dict[Kind, str] = {kind: field for kind, field in self._size_fields.items() if kind != "fused"}
         names = {ProgramName(kind, getattr(self._all, fields[kind])[-1]) for kind in fields}
         prompts = {max(self._all.prompts, key=lambda size: (size.prefix_room is None, size.cost))}
@@ -84,7 +83,8 @@ class ReadyPrograms:
         return {*names, ProgramName("sample", self._all.masked[-1], EVERYTHING)}
 
     def runs_in_one(self, variant: SamplerVariant) -> bool:
-        """Return True if decode rows and a sampler of this variant may run as one program, if such programs exist."""
+        """Return True if the programs that decode and sample with this variant are ready. Meaningless if the executor
+        has no such programs."""
         return self.is_complete or variant == GREEDY
 
     def forget(self) -> None:
@@ -109,7 +109,7 @@ class ReadyPrograms:
             self._add_prompts(PromptSize(name.size, name.prefix_room))
             return
         field = self._size_fields.get(name.kind)
-        if field is None:  # has one size
+        if field is None:  # such programs have one size
             return
         sizes = sorted({*getattr(self.sizes, field), name.size})
         self.sizes = dataclasses.replace(self.sizes, **{field: sizes})

@@ -1,4 +1,5 @@
-"""XLA's autotuning results for matrix products, kept on disk by card and version of jaxlib, and shipped for some cards.
+"""XLA's autotuning results for matrix products, kept on disk for each card and version of jaxlib; the package ships the
+results for some cards.
 
 XLA tries variants of each product on the card and stores the fastest variant in a separate file, named after a hash of
 card and product (`xla_gpu_per_fusion_autotune_cache_dir`). Name and contents do not depend on the version of jaxlib, so

@@ -97,8 +97,8 @@ def largest_programs(programs: Iterable[Program]) -> list[Program]:
 
 
 def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple[list[Program], list[Program]]:
-    """Return the smallest set of programs that can run every step, and the other programs in the order of their use:
-    first programs for one client, then for two, and so on, with rarely used samplers last."""
+    """Return the smallest set of programs that can run every step, and the other programs in the order in which they
+    are likely to be needed: programs for one client, then for two, and so on; rarely used samplers last."""
     programs = list(programs)
     transfers = [p.name for p in programs if p.name.kind in TRANSFERS]
     largest = {name.kind: name for name in sorted(transfers, key=lambda name: name.size)}
@@ -135,7 +135,7 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
                 continue
             kind_sets = [programs.kinds_offered]
         for kinds in kind_sets:
-            # Few decode steps run forward and sampling as separate programs.
+            # Decode steps rarely run forward and sampling as separate programs, so one room suffices.
             for room in programs.hidden_rooms(rows, kinds) if tokens else [None]:
                 call = part(runner.empty_forward_call, rows, tokens, kinds, room, prefix_room)
                 is_general = kinds == programs.kinds_offered and room is None

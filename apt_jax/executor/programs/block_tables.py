@@ -17,7 +17,7 @@ class SentTables:
     need (`Programs.forward`).
 
     Attributes:
-        blocks: (max_num_seqs, 2, J) int32, `NULL_BLOCK` after the blocks of a slot's last step.
+        blocks: (max_num_seqs, 2, J) int32, `NULL_BLOCK` after the blocks of a slot's latest step.
     """
 
     def __init__(self, max_num_seqs: int, table_len: int) -> None:
@@ -62,4 +62,4 @@ class SentTables:
         """
         wrong = ((self.blocks != NULL_BLOCK) & (self.blocks != on_device)).any(axis=(1, 2))
         if wrong.any():
-            raise RuntimeError(f"the device has other block tables in slots {np.flatnonzero(wrong).tolist()}")
+            raise RuntimeError(f"the block tables on the device are wrong in slots {np.flatnonzero(wrong).tolist()}")

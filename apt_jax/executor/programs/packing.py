@@ -78,12 +78,12 @@ class StepFormat:
 
     @property
     def tables_shape(self) -> tuple[int, int, int]:
-        """Shape of the block tables on the device, by slot."""
+        """Shape of the device's block tables; the first axis is the slot."""
         return self.max_num_seqs, 2, self.table_len
 
     @property
     def counts_shape(self) -> tuple[int, int]:
-        """Shape of the token counts on the device, by slot."""
+        """Shape of the device's token counts; the first axis is the slot."""
         return self.max_num_seqs, self.vocab_size
 
     @property
@@ -92,10 +92,11 @@ class StepFormat:
         return 4 * (self.max_num_seqs + math.prod(self.tables_shape) + math.prod(self.counts_shape))
 
     def num_table_changes(self, num_decode: int, num_prefill: int) -> int:
-        """Return the number of block table changes that fit into a step: one for each block that its rows begin.
+        """Return the number of block table changes that fit into a step: one for each block that its rows start to
+        fill.
 
-        A row of n tokens begins at most 1 + (n - 1) / C blocks in each half. Rows with cached positions from a prefix
-        hit or a conversion change more entries.
+        A row of n tokens starts to fill at most 1 + (n - 1) / C blocks in each half. Rows with cached positions from a
+        prefix hit or a conversion change more entries.
         """
         rows = num_decode + min(self.max_num_seqs, num_prefill)
         begun = rows + num_prefill // min(self.block_size, self.hidden_block_size)
@@ -131,7 +132,7 @@ class StepFormat:
         more = {"adapters": slots} if self.has_adapters else {}
         return PackedInts(blocks=(num_blocks,), positions=slots, first_slots=slots, second_slots=slots, **more)
 
-    # --- only padding ----------------------------------------------------------------------------------------------
+    # --- padding only ----------------------------------------------------------------------------------------------
 
     def empty_forward(self, num_decode: int, num_prefill: int) -> tuple[Views, Ints]:
         views, ints = self.forward_layout(num_decode, num_prefill).zeros()
@@ -176,7 +177,7 @@ def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[ND
     decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
     if chunks_only or (len(prefills) and not mixed):
         return np.zeros(0, np.int64), np.arange(len(batch.slots))
-    # KV rows first, then hidden rows; each sorted by length, so that little work of a tile of rows is wasted.
+    # KV rows first, then hidden rows; each sorted by length, so that tiles of rows waste little work.
     return decodes[np.lexsort((-batch.start[decodes], batch.kind[decodes]))], prefills
 
 
@@ -195,7 +196,7 @@ def pack_forward(
     sizes: Buckets | None = None,
     only_chunks: list[int] | None = None,
 ) -> PackedForward:
-    """Lay out a step's tokens: n decode rows of one token each, then the chunks of m prefill rows, each padded.
+    """Pack a step's tokens: n decode rows of one token each, then the chunks of m prefill rows; both parts are padded.
 
     Arrays with a T axis are indexed by `place`; every row of the batch is the `owner` of some places:
 
@@ -283,7 +284,7 @@ def pack_forward(
 
 
 def pack_changes(changes: Changes, dropped: int) -> Iterator[Ints]:
-    """Yield changes in the form that programs take, `CHANGES_PER_CALL` at a time, padded.
+    """Yield changes in the padded arrays that programs take, `CHANGES_PER_CALL` at a time.
 
     Args:
         dropped: index outside the array, used for padding.
@@ -296,7 +297,7 @@ def pack_changes(changes: Changes, dropped: int) -> Iterator[Ints]:
 
 
 def empty_changes(dropped: int) -> Changes:
-    """Return padding in the form of changes; `dropped`: index outside the array."""
+    """Return an array of changes that has only padding; `dropped`: index outside the array."""
     padded = np.zeros((2, CHANGES_PER_CALL), np.int32)
     padded[0] = dropped
     return padded
@@ -328,7 +329,7 @@ def pack_sampling(
 
 
 def rows_that_count(batch: StepBatch, rows: NDArray[np.int64]) -> list[int]:
-    """Return the rows among `rows` that have penalties on token counts."""
+    """Return the rows among `rows` whose penalties need token counts."""
     return [r for r in rows.tolist() if batch.params[r].counts_tokens]
 
 
@@ -346,7 +347,7 @@ def pack_penalties(
         count_changes: changes of the device's token counts that the rows need.
 
     Returns:
-        The vector, and the changes that did not fit into it and must be sent before.
+        The vector, and the changes that did not fit into it and must be sent before it.
     """
     views, ints = step_format.penalty_layout(bucket).zeros()
     fit = min(views["count_changes"].shape[1], count_changes.shape[1])

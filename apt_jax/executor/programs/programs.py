@@ -8,24 +8,25 @@ A step is two jitted programs, so the numbers of their shapes add up instead of 
 
 If the device runs a program as one graph (`KernelBackend.branches` is False), a step of only decode rows is one
 program, "decode", with forward and sampling. Programs then do not branch on the device but are compiled for each
-`KindSet`. Decode steps whose sampler needs more features than that program has run as two programs, which are compiled
+`KindSet`. Decode steps that need more sampler features than that program offers run as two programs, which are compiled
 in few sizes and for all kinds.
 
-With prefix caching a third program, "copy", initializes blocks that a step writes to as copies of cached blocks
-(`StepBatch.copies`), for a few numbers of copies. If policies may convert layer inputs to keys and values
-(`StepBatch.conversions`), a fourth, "convert", does so for two numbers of X blocks; more blocks are converted in
-several calls. Both run before the step and only if needed, as do "change_tables" and "change_counts" for changes that
-do not fit into the step.
+With prefix caching, a third program, "copy", initializes blocks that a step writes to as copies of cached blocks
+(`StepBatch.copies`); it is compiled for a few numbers of copies. If policies may convert layer inputs to keys and
+values (`StepBatch.conversions`), a fourth program, "convert", does so; it is compiled for two numbers of X blocks, and
+more blocks are converted in several calls. Both run before the step and only if needed, as do "change_tables" and
+"change_counts" for changes that do not fit into the step.
 
-The block tables of all slots stay on the device, and for penalties the count of each token in each slot. A step applies
-the changes and gathers the entries of its rows.
+The block tables of all slots stay on the device; so do, for penalties, the counts of each token in each slot. A step
+applies the changes to them and gathers the entries of its rows.
 
 With host memory for blocks that leave the pool, "save" reads several blocks at a time and "load" writes them
 (`apt_jax.executor.transfers.host_memory`).
 
 Steps that return log probabilities of prompts run as "forward_all", which treats all rows as chunks and returns the
-hidden states of all tokens, and "score_prompts", which computes log probabilities from several of them at a time. They
-are compiled in few sizes, when the first such request arrives (`apt_jax.executor.programs.prompt_logprobs`).
+hidden states of all tokens, and "score_prompts", which computes log probabilities from several of them at a time. For
+embeddings, "pool_prompts" sums the states instead. They are compiled in few sizes, when the first such request arrives
+(`apt_jax.executor.programs.prompt_logprobs`).
 """
 
 import dataclasses
@@ -86,7 +87,7 @@ class Programs:
     Attributes:
         jitted: jitted functions by name; programs compiled ahead of time are called without them.
         executables: programs compiled ahead of time or loaded, by `ProgramCall.key`.
-        store: store that keeps executables for later starts; None: they are not kept.
+        store: store that keeps executables for later starts; None: executables are not kept.
     """
 
     def __init__(
@@ -216,8 +217,9 @@ class Programs:
 
     def kind_sets(self, num_decode: int, num_prefill: int, prefix_room: int | None = None) -> list[KindSet]:
         """Return the sets of cache kinds that programs of a size are compiled for; the last set has all kinds. For
-        steps of only decode rows, these are the sets of programs that also sample. Prompts compute keys and values in
-        any case, and writing either kind costs the same."""
+        steps of only decode rows, these are the sets of programs that also sample. For prompts, no program is compiled
+        without the KV kind, because prompts compute keys and values in any case, and writing either kind costs the
+        same."""
         if self.branches or not all(self.kinds_offered):
             return [self.kinds_offered]
         both = KindSet(True, True)
@@ -240,7 +242,8 @@ class Programs:
         ascending.
 
         In a CUDA graph, the array of attention scores that is summed over devices has a fixed size. A quarter of the
-        capacity of the block tables suffices for most steps of many rows, and a quarter of the bytes is summed.
+        capacity of the block tables suffices for most steps of many rows, and then only a quarter of the bytes is
+        summed.
         """
         if (
             self.branches
@@ -343,8 +346,8 @@ class Programs:
         return tables, batch, self._options(num_decode, kinds), sample_rows
 
     def _tables_of_rows(self, tables: Array, slots: Array, lens: Array, hidden: Array) -> Array:
-        """Return the block tables of rows with `lens` positions, (n, 2, J), with `NULL_BLOCK` after the blocks in use,
-        where a slot's table may still name blocks of an earlier request."""
+        """Return the block tables, (n, 2, J), of rows that have `lens` positions. Entries after the blocks in use,
+        where a slot's table may still name blocks of an earlier request, are `NULL_BLOCK`."""
         block_size = jnp.where(hidden, self.step_format.hidden_block_size, self.step_format.block_size)
         num_blocks = jax.lax.div(lens + block_size - 1, block_size)  # none is negative
         halves = jnp.stack([num_blocks, jnp.where(hidden, 0, num_blocks)], axis=1)
@@ -373,7 +376,8 @@ class Programs:
     def score_prompts(
         self, head: ModelParams, states: Array, ints: Array, *, rows: int
     ) -> tuple[Array, Array, Array, Array]:
-        """Return log probabilities of prompt tokens, a few at a time, because their logits take rows * V floats.
+        """Return log probabilities of `rows` prompt tokens: only a few at a time, because their logits take rows * V
+        floats.
 
         Args:
             states: (T, D) hidden states of a step, from `forward_all`.
@@ -402,8 +406,8 @@ class Programs:
         rows: int,
         variant: SamplerVariant,
     ) -> tuple[Array, Array | None, Array, tuple[Array, Array, Array] | None]:
-        """Sample tokens. Returns last tokens, token counts, (2, rows) tokens and whether logits were finite, and log
-        probabilities if the variant has them.
+        """Sample tokens. Returns the last tokens, the token counts, a (2, rows) array of the tokens and of flags that
+        are 1 if the row's logits were finite, and log probabilities if the variant has them.
 
         Args:
             token_counts: (max_num_seqs, V), see `SentCounts`; only with `penalties`.
@@ -531,8 +535,8 @@ class Programs:
         return (tuple(loaded(pool, slots[:, layer]) for layer, pool in enumerate(pools)),)
 
     def _columns(self, places: Array, width: int) -> Array:
-        """Return indices into a flattened block, (n, values on this device), of slots that have `width` values over all
-        devices."""
+        """Return the indices of slots in a flattened block, (n, values on this device); a slot has `width` values over
+        all devices."""
         own = width if self._tensor is None else width // self._tensor.size
         return places[:, 1:] * own + jnp.arange(own, dtype=jnp.int32)[None]
 

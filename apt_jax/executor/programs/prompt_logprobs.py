@@ -1,4 +1,5 @@
-"""Programs that compute log probabilities of prompt tokens, compiled when the first request asks for them.
+"""Programs that compute log probabilities of prompt tokens, or sums of hidden states for embeddings; compiled when the
+first request asks for them.
 
 A step with `StepBatch.prompt_targets` runs as one program that returns the hidden states of all its tokens
 (`Programs.forward_all`). `Programs.score_prompts` then computes logits of a few rows at a time, and from these the log
@@ -54,7 +55,7 @@ class DispatchedPromptLogprobs:
 
 
 class PromptPrograms:
-    """The programs of steps with prompt targets, compiled ahead of time.
+    """The programs of steps that return log probabilities of prompts or sums of hidden states.
 
     Args:
         runner: program runner of the executor.

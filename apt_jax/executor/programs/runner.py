@@ -1,7 +1,7 @@
 """Program calls, and the arrays on the device that they donate and replace.
 
 If the devices belong to several hosts, rank 0 announces every call to the other ranks (`apt_jax.distributed.hosts`),
-which make the same calls by `ProgramRunner.run_plan`.
+which make the same calls through `ProgramRunner.run_plan`.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 BUILT = "program %s %s: lowered in %.3f s, compiled or loaded in %.3f s"
 """Log message for each program that is created; a lowering time of 0 means that it was loaded."""
 _VARYING = {"copy": 1, "save": 1, "load": 1, "save_slots": 1, "load_slots": 1, "score_prompts": 1, "pool_prompts": 0}
-"""Index of the argument whose size varies independently of the static arguments, by program."""
+"""For each of these programs, the index of the argument whose size varies independently of the static arguments."""
 
 
 def _to_plan(static: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class ProgramCall:
     runner: "ProgramRunner"
     program: str
     args: tuple[Any, ...]
-    """Arguments of the program. Arguments from the host come last, and the first of these is an array."""
+    """Arguments of the program. Arguments from the host come last, and the first of these is a NumPy array."""
     static: dict[str, Any]
     replaces: tuple[str, ...] = ()
     """Names of the runner's attributes that the first results replace, in order."""
@@ -176,7 +176,7 @@ class ProgramRunner:
         if self.leader is not None:
             self.leader.announce(Plan(program="clear", arrays=[], static={}))
         for array in (*self.pools, self.tables, self.token_counts) if self.is_allocated else ():
-            array.delete()  # if a step failed before donating it; memory does not suffice for two
+            array.delete()  # exists if a step failed before donating it; memory does not suffice for two pools
         self.pools = self._memory.new_pools(self.step_format.num_blocks)
         alike = self._memory.placed(P())
         self.last_tokens = jnp.zeros(self.step_format.max_num_seqs, jnp.int32, device=alike)
@@ -215,7 +215,7 @@ class ProgramRunner:
 
     def _empty_states(self, rows: int) -> Any:
         """Return zeros with the shape and placement of a forward program's hidden states, because another placement
-        would need another program. If nothing is allocated, only their description is returned."""
+        would need another program. If nothing is allocated, return only their description."""
         shape, dtype = self._memory.states_shape(rows), self.params.dtype
         if not self.is_allocated:
             return self._memory.described(shape, dtype)
@@ -372,7 +372,7 @@ class ProgramRunner:
         return self.decode_call(ints, sample_ints, rows, kinds, variant, hidden_room)
 
     def run_plan(self, plan: Plan) -> Any:
-        """Make a call that rank 0 announced, and return arrays whose readiness can be awaited."""
+        """Make a call that rank 0 announced, and return arrays that the caller can wait for."""
         arrays: Sequence[Any] = plan.arrays
         static = _from_plan(plan.static)
         if plan.program == "forward":

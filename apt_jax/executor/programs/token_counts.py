@@ -52,7 +52,7 @@ class SentCounts:
         return np.stack([np.concatenate(places), np.concatenate(added)]).astype(np.int32)
 
     def _changes(self, slot: int, history: Ints, prompt_len: int) -> tuple[Ints, NDArray[np.int64]]:
-        """Return tokens of a slot, and the increments of their counts."""
+        """Return the tokens of a slot whose counts change, and the increments."""
         num_sent, old = self._lens[slot], self._tokens[slot][: self._lens[slot]]
         grows = prompt_len == self._prompt_lens[slot] and prompt_len <= num_sent <= len(history)
         if grows and np.array_equal(history[:num_sent], old):
@@ -82,11 +82,11 @@ class SentCounts:
             expected = np.zeros(self._vocab_size, np.int64)
             np.add.at(expected, *_counts(self._tokens[slot][:length], self._prompt_lens[slot]))
             if not np.array_equal(expected, on_device[slot]):
-                raise RuntimeError(f"the device has counted other tokens in slot {slot}")
+                raise RuntimeError(f"the token counts on the device are wrong in slot {slot}")
 
 
 def _counts(history: Ints, prompt_len: int) -> tuple[Ints, NDArray[np.int64]]:
-    """Return tokens, possibly repeated, and the increment for each."""
+    """Return the tokens of a history, possibly repeated, and the increment for each."""
     prompt, outputs = np.unique(history[:prompt_len]), history[prompt_len:]
     ones = np.ones(len(outputs), np.int64)
     return np.concatenate([prompt, outputs]), np.concatenate([np.full(len(prompt), IN_PROMPT), ones])

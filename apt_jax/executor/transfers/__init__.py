@@ -1,1 +1,1 @@
-"""Transfers: cached blocks and per-request states between the device, host memory and disk."""
+"""Transfers of cached blocks, and of single slots of blocks, between the device, host memory and disk."""

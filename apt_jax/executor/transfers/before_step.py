@@ -1,4 +1,4 @@
-"""Moves blocks before a step writes anything: to host memory, within the pool, and from host memory."""
+"""Moves and converts blocks before a step writes anything: to host memory, within the pool, and from host memory."""
 
 from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.executor.compiling.buckets import bucket_for
@@ -21,7 +21,7 @@ class Transfers:
         self._runner, self._ready, self._host = runner, ready, host
 
     def announce(self, batch: StepBatch) -> None:
-        """Announce the saves of a step, which invalidates the contents of their host blocks even if the step fails."""
+        """Announce the saves of a step. This invalidates the contents of their host blocks, even if the step fails."""
         if self._host is None:
             return
         if len(batch.saves):

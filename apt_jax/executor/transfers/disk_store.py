@@ -53,7 +53,7 @@ class FileStore:
     """Implements `apt_jax.core.tiers.DiskStore` with files.
 
     Args:
-        files: the files; read and written in threads.
+        files: the files; one thread reads them, and another writes them.
         host: host memory, from which groups are written and into which they are read.
         clock: returns seconds.
     """

@@ -1,6 +1,6 @@
-"""Host memory for blocks that leave the pool of the device, and their transfers.
+"""Host memory for blocks that leave the device's pool, and their transfers.
 
-The host pool is one array, allocated and touched at start, with one row per block over all layers and devices:
+The host pool is one array, with one row per block over all layers and devices; all its pages are touched at start:
 
     saves   gather program ── copy to the host ── save thread: row of the host pool, checksum
     loads   check ── rows of the host pool as one array ── scatter program
@@ -8,7 +8,7 @@ The host pool is one array, allocated and touched at start, with one row per blo
 A save does not stall its step: the program reads the blocks before the step writes them, and the save thread does the
 rest. If four saved arrays wait for the thread, dispatch waits for the oldest, which bounds the device memory for them.
 A load waits only for the save of its blocks, if that has not finished. All blocks of a step are moved together, by
-programs of fixed sizes, which no step compiles.
+programs of fixed sizes, which are compiled before any step needs them.
 
 A block is valid after it has been saved completely, and only while the checksum matches its contents. The announcement
 of a save invalidates the block, so after a failed transfer the old contents are not used either.
@@ -86,8 +86,8 @@ class HostPool:
                 f"not enough memory for swap_space, {num_blocks * blocks.block_bytes:,} bytes; lower it (--swap-space)"
             ) from error
         self._checksum = np.zeros(num_blocks + 1, np.uint32)
-        # Generations: a block is valid if it holds the one announced last. The save thread writes `_held`, the engine's
-        # thread `_announced`.
+        # Generations: a block is valid if `_held`, the generation of its contents, equals `_announced`, the generation
+        # announced last. The save thread writes `_held`, the engine's thread `_announced`.
         self._held = np.full(num_blocks + 1, -1, np.int64)
         self._announced = np.zeros(num_blocks + 1, np.int64)
         self._saving: dict[int, concurrent.futures.Future[None]] = {}
@@ -200,8 +200,8 @@ class HostPool:
         """Let the save thread copy blocks after the saves announced so far; later saves do not change the copy.
 
         Args:
-            receive: called in that thread with the contents, (blocks, bytes), and their checksums; contents None: they
-                are lost.
+            receive: called in that thread with the contents, (blocks, bytes), and their checksums; None instead of the
+                contents: they are lost.
         """
         generations = self._announced[blocks]
 

@@ -23,15 +23,14 @@ PINNED = "pinned_host"
 def stages_in_pinned_memory(device: Any) -> bool:
     """Return True for a GPU with pinned memory that JAX allocates.
 
-    There, `jax.Array.copy_to_host_async` uses one fixed buffer of the runtime, in which copies and transfers alternate
-    (jax-ml/jax#22114).
+    On such a GPU, `jax.Array.copy_to_host_async` uses one fixed buffer of the runtime, so copies and transfers
+    alternate instead of overlapping (jax-ml/jax#22114).
     """
     return device.platform == "gpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
 
 
 class HostSaver:
-    """Stores arrays of the device in host memory, in the order of their dispatch: the last array written to a place
-    remains.
+    """Stores device arrays in host memory in the order of their dispatch, so the last array written to a place remains.
 
     Args:
         pinned: True: copy arrays to pinned host memory first, and store them from there.

@@ -1,8 +1,8 @@
 """Single slots of blocks in host memory, saved before another request that shares the block overwrites them (BROS
 §5.2).
 
-They are stored in blocks of a `HostPool`, in the same slots as on the device. All slots of a step and kind are moved
-together, by programs of fixed sizes, like whole blocks (`apt_jax.executor.transfers.host_memory`).
+The slots are stored in blocks of a `HostPool`, at the same indices as on the device. All slots of a step and kind are
+moved together, by programs of fixed sizes, like whole blocks (`apt_jax.executor.transfers.host_memory`).
 """
 
 import concurrent.futures
@@ -66,7 +66,7 @@ class HostSlots:
         slots = max(self._memory.shape[2] // width for width in widths if width is not None)
         shape = (memory.shape[0] + 1, slots)
         self._checksum = np.zeros(shape, np.uint32)
-        # Generations, as for whole blocks: a slot is valid if it holds the one announced last.
+        # Generations, as for whole blocks: a slot is valid if `_held` equals `_announced`.
         self._held, self._announced = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
         self._saving: dict[tuple[int, ...], concurrent.futures.Future[None]] = {}
 
@@ -183,8 +183,8 @@ class HostSlots:
 
 
 def _slots(blocks: Ints, spans: Ints) -> Ints:
-    """Return (m, 2) block and slot of every slot of `spans`; its columns 2 and 3 are first slots and numbers of
-    slots."""
+    """Return the block and index of every slot in `spans`, (m, 2); columns 2 and 3 of `spans` are first slots and
+    numbers of slots."""
     num = spans[:, 3]
     within = np.arange(int(num.sum())) - np.repeat(np.cumsum(num) - num, num)
     return np.stack([np.repeat(blocks, num), np.repeat(spans[:, 2], num) + within], axis=1).astype(np.int32)

@@ -17,7 +17,7 @@ from apt_jax.version import __version__
 
 
 def model_identity(executor: JaxExecutor) -> bytes:
-    """Return 32 bytes that differ between executors that cannot use each other's groups of blocks.
+    """Return 32 bytes that differ between executors that cannot use each other's cached groups.
 
     All weights are read as they are on the device, including LoRA adapters and weights that were not loaded from files.
     """

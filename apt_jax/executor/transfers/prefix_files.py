@@ -2,19 +2,20 @@
 
     DIR/              mode 0700
       salt            32 random bytes, generated once: the salt of the root digests of all servers that use DIR
-      IDENTITY/       one for each model, dtype and geometry of blocks (`apt_jax.executor.transfers.model_identity`)
+      IDENTITY/       one for each model, dtype and block geometry (`apt_jax.executor.transfers.model_identity`)
         KIND-DIGEST   one group of blocks, mode 0600
 
-A file has a header of fixed size, with its own checksum, and the blocks as they are in host memory, with the same
-checksums. It is written under another name, renamed, and not synced: a file truncated by a crash is detected by its
-size or its checksums. A file that does not match is removed with a log message, and its group is computed again.
+A file consists of a header of fixed size, which has its own checksum and the checksums of the blocks, and the blocks as
+they are in host memory. It is written under a temporary name and then renamed, without fsync: a file truncated by a
+crash is detected by its size or its checksums. A file that fails a check is removed with a log message, and its group
+is computed again.
 
 Files are opened only relative to an open directory that was checked to be accessible to this user only, so renaming
 directories above it has no effect.
 
-Several servers may use one directory. Each scans all files before it removes any, and removes the least recently used,
-whichever server wrote them. The modification time of a file is the time of its last use, slightly earlier for groups
-deeper in a prefix.
+Several servers may use one directory. Before a server removes files, it scans the whole directory, and then removes the
+least recently used files, whichever server wrote them. The modification time of a file is the time of its last use,
+slightly earlier for groups deeper in a prefix.
 """
 
 import contextlib
@@ -51,13 +52,14 @@ _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _SALT_BYTES = 32
 _LEFT_OVER_S = 3600.0
-"""Age in seconds after which the writer of a temporary file must have died."""
+"""Age in seconds after which the writer of a temporary file is assumed to have crashed."""
 _FILLED = 0.9
-"""Share of the size limit to which files are removed."""
+"""Share of the size limit that remains in use after files are removed."""
 _RECOUNTED = 0.05
 """Share of the size limit that is written between two scans for other servers' files."""
 _DEPTH_S = 1e-2
-"""Seconds by which a group is dated before its predecessor in the prefix, so that later groups are removed first."""
+"""Seconds by which a group is dated earlier than its predecessor in the prefix, so that later groups are removed
+first."""
 
 
 class StoredGroup(NamedTuple):
@@ -83,8 +85,8 @@ class PrefixFiles:
 
     Attributes:
         salt: salt of the root digests.
-        num_bytes: total bytes of the files in the directory that this process knows of.
-        num_dropped_files: number of files removed because they did not match.
+        num_bytes: total bytes of the files in the directory: at the last scan, with this process's changes since then.
+        num_dropped_files: number of files removed because they failed a check.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -149,7 +151,7 @@ class PrefixFiles:
             raise ConfigError(f"{self.directory}/salt: damaged; empty the directory (--prefix-cache-dir)")
         return salt
 
-    # --- what there is ---------------------------------------------------------------------------------------------
+    # --- index of files --------------------------------------------------------------------------------------------
 
     def has(self, kind: int, digest: bytes) -> bool:
         """Return True if this process knows of a file, which may be missing or damaged by now."""
@@ -166,7 +168,7 @@ class PrefixFiles:
 
     def _scan(self, most: int) -> None:
         """Scan all files of the directory, whichever server wrote them. Remove the least recently used files if all
-        take more than `most` bytes, and temporary files of writers that died."""
+        files together take more than `most` bytes, and temporary files of writers that have crashed."""
         found: list[tuple[float, int, int, str]] = []
         known: set[tuple[int, bytes]] = set()
         with contextlib.ExitStack() as opened:
@@ -202,8 +204,8 @@ class PrefixFiles:
                     yield folder
 
     def _make_room(self, size: int) -> bool:
-        """Remove files if one more file of this size would exceed the size limit; returns False if it is larger than
-        the limit."""
+        """Remove files if a new file of this size would exceed the size limit; returns False if that file alone exceeds
+        it."""
         most = self._max_bytes - size
         if most < 0:
             return False
@@ -250,7 +252,7 @@ class PrefixFiles:
         return size
 
     def read(self, kind: int, digest: bytes, depth: int) -> StoredGroup | None:
-        """Read and check a file; None: it is missing, or did not match and was removed."""
+        """Read and check a file; None: it is missing, or failed a check and was removed."""
         try:
             descriptor = _opened_file(_name_of(kind, digest), self._own)
         except FileNotFoundError:
@@ -278,7 +280,7 @@ class PrefixFiles:
         return group
 
     def _wrong(self, head: bytes, kind: int, digest: bytes) -> str | None:
-        """Return a description of the fault of a header; None: the header is valid."""
+        """Return the reason why a header is invalid, for the log; None: it is valid."""
         if len(head) != _HEADER_BYTES or head[_HEADER.size :] != _CHECKSUM.pack(zlib.crc32(head[: _HEADER.size])):
             return "its header is damaged"
         magic, version, of_kind, _, num_blocks, block_bytes, identity, of_digest, _, _ = _HEADER.unpack(
@@ -370,7 +372,7 @@ def _write_part(file: io.RawIOBase, part: memoryview) -> int:
 
 
 def _read_into(file: io.RawIOBase, blocks: NDArray[np.uint8]) -> None:
-    """Read the rest of a file into an array. A short file is caught by its checksum."""
+    """Read the rest of a file into an array. A truncated file is detected by its checksum."""
     left = memoryview(blocks.reshape(-1))
     while left:
         num = file.readinto(left)

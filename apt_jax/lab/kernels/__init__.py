@@ -1,4 +1,5 @@
-"""Kernels for comparison: absorbed decode in one pass, and as plain Triton kernels, on the `triton` backend.
+"""Kernels for comparison: variants of the `triton` backend whose absorbed decode runs in one pass, or as plain Triton
+kernels.
 
 `apt_jax.backends` loads this module when one of `BACKENDS` is requested by name.
 """
@@ -27,7 +28,7 @@ def _triton_onepass(chip: str | None) -> KernelBackend:
 
     @functools.cache
     def say(reason: str) -> None:
-        logger.warning("absorbed decode uses two kernels instead of one pass: %s", reason)
+        logger.warning("absorbed decode uses two kernels instead of the one-pass kernel: %s", reason)
 
     def decode_absorbed(q_absorbed: Array, call: DecodeCall) -> Array:
         reason = "layer inputs are sharded over devices"
@@ -57,4 +58,5 @@ BACKENDS: dict[str, Callable[[str | None], KernelBackend]] = {
     "triton-onepass": _triton_onepass,
     "jax-triton": _jax_triton,
 }
-"""Functions that build a backend for the chip that its kernels are laid out for, by name."""
+"""Function that builds each backend, by the backend's name; its argument is the chip that the kernels are laid out
+for."""

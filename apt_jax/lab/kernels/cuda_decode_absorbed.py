@@ -1,5 +1,5 @@
 """Absorbed decode attention in one pass over cached layer inputs, as a CUDA kernel for chips with clusters (contract:
-`reference.decode_absorbed`; the kernel: `cuda/decode_absorbed.cu`).
+`reference.decode_absorbed`; source: `cuda/decode_absorbed.cu`).
 
 The kernel is compiled to PTX for sm_90 when the package is built, not on the machine that runs it
 (`cuda/decode_absorbed.ptx.xz`, by `python -m tools.cuda_kernels`). XLA passes the PTX from a custom call to the driver,
@@ -12,8 +12,8 @@ that read the same layer inputs from the L2 cache. The visible tiles of all rows
 one per cluster that runs at a time (`ranges_of`), and `triton_work_list.join_pieces` joins rows that lie in several
 ranges.
 
-The same kernel serves latents, where the value is the first lanes of the key: `decode_absorbed(..., value_width=512)`
-for latents of 576 lanes.
+The kernel also computes attention over latents, whose first lanes are the values: `decode_absorbed(...,
+value_width=512)` for latents of 576 lanes.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from apt_jax.pallas.triton_work_list import Rows, WorkList, join_pieces, partial
 CALL = "__gpu$xla.gpu.ptx"
 """Name of XLA's custom call that launches a kernel given as PTX; available in JAX's CUDA plugin from 0.10.2 on."""
 CHIP = "sm_90"
-"""Class of chips with clusters."""
+"""Class of chips whose thread blocks can form clusters."""
 SOURCES = tuple(Path(__file__).with_name("cuda") / name for name in ("decode_absorbed.cu", "warp_ops.cuh"))
 COMPILED = Path(__file__).with_name("cuda") / "decode_absorbed.ptx.xz"
 
@@ -47,8 +47,8 @@ _LANES = 8
 _MOST_PADDING = 4 / 3
 """Maximum ratio of a variant's lanes to the width of the layer inputs."""
 _PROCESSORS_IN_CLUSTERS = 128
-"""Number of an H100's 132 processors that clusters can use, because a cluster does not span the chip's partitions of 16
-or 18 processors."""
+"""Number of an H100's 132 processors that clusters can use: a cluster lies within one of the chip's partitions, which
+have 16 or 18 processors."""
 _LEAST_TILES = 2
 """Minimum number of tiles per range."""
 
@@ -133,7 +133,7 @@ of shared memory per block and spills no registers."""
 
 
 class Shape(NamedTuple):
-    """Numbers that the kernel reads, the same for all items; `Field` in the source has the same order."""
+    """Numbers that the kernel reads, which are equal for all items; `Field` in the source has the same order."""
 
     heads: int
     width: int
@@ -144,7 +144,7 @@ class Shape(NamedTuple):
     block_stride: int
     """Number of elements per block of the pool."""
     window: int
-    """Number of positions that a query sees; 0: all."""
+    """Number of positions that a query attends to; 0: all."""
     softcap: float
     """Soft cap of scores; 0: no cap."""
     has_ranges: bool
@@ -168,8 +168,8 @@ class Plan(NamedTuple):
 
 
 def plan_for(heads: int, width: int) -> Plan | None:
-    """Return the plan whose variant multiplies the fewest numbers, padding included; None if no variant has a suitable
-    width."""
+    """Return the plan whose variant needs the fewest multiplications, padding included; None if no variant has a
+    suitable width."""
     found: list[tuple[int, Plan]] = []
     for variant in VARIANTS:
         if width <= variant.width <= _MOST_PADDING * width:
@@ -189,7 +189,7 @@ def why_not(chip: str | None, q_absorbed: Array, pool: Array) -> str | None:
     """
     _, heads, width = q_absorbed.shape
     if chip != CHIP:
-        return f"it needs a chip with clusters ({CHIP} or newer; this is {chip or 'any chip'})"
+        return f"it needs a chip with clusters ({CHIP} or newer; this is {chip or 'an unspecified chip'})"
     if pool.dtype not in (jnp.float16, jnp.bfloat16) or q_absorbed.dtype != pool.dtype:
         return f"it needs queries and layer inputs of the same 16-bit dtype ({pool.dtype} layer inputs, {q_absorbed.dtype} queries)"
     if width % _LANES or math.prod(pool.shape[1:]) % _LANES:
@@ -224,8 +224,8 @@ def _running_sum(x: Int32[Array, " B"]) -> Int32[Array, " B"]:
 
 
 def slack_for(plan: Plan, heads: int) -> int:
-    """Return the number of tiles by which a cut may move to a row's border: half the number of tiles that take as many
-    bytes as the partial result of a piece."""
+    """Return the number of tiles by which a cut may move to reach a row's border: half the number of tiles that take as
+    many bytes as a piece's partial result."""
     return -(-heads // plan.variant.tile)
 
 
@@ -294,7 +294,7 @@ def ranges_of(rows: Rows, count: int, slack: int) -> tuple[WorkList, Int32[Array
 
 
 def launch(plan: Plan, dtype: Any, count: int, operands: tuple[Array, ...], outs: list[jax.ShapeDtypeStruct]) -> Any:
-    """Launch the kernel over `count` ranges; return its results, of the shapes `outs`."""
+    """Launch the kernel over `count` ranges; return its results, with the shapes and dtypes of `outs`."""
     variant, number = plan.variant, np.int32
     return jax.ffi.ffi_call(CALL, outs)(
         *operands,
@@ -328,7 +328,7 @@ def decode_absorbed(
         value_width: number of leading lanes of the result to compute (V, even); None: D.
         plan: variant and head groups; None: those of `plan_for`.
         count: number of ranges; None: `num_ranges`.
-        interpret: whether the Triton kernel that joins pieces runs in Pallas' interpreter.
+        interpret: run the Triton kernel that joins pieces in Pallas' interpreter.
 
     Raises:
         ValueError: the kernel does not support these shapes or this dtype (`why_not`).

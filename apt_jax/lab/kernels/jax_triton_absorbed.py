@@ -1,9 +1,10 @@
-"""Absorbed decode attention for NVIDIA GPUs in plain Triton, launched by jax-triton: an example, never the default.
+"""Absorbed decode attention for NVIDIA GPUs in plain Triton, launched by jax-triton: an example, which no backend uses
+by default.
 
 It shows how a kernel of this package can be written in Triton and called from JAX, in case Pallas' Triton backend,
-which JAX has deprecated in favour of jax-triton, is removed. It covers one of the five attention ops and is no
-backend's default; the backend `jax-triton` takes the other four ops from Pallas and so depends on it too.
-docs/lab/kernels.md lists what is missing to replace Pallas.
+which JAX has deprecated in favour of jax-triton, is removed. It covers one of the five attention ops; the backend
+`jax-triton` takes the other four from Pallas, so it depends on Pallas too. docs/lab/kernels.md lists what is missing to
+replace Pallas.
 
 The kernels are in `jax_triton_kernels.py`. This module can be imported without triton; `decode_absorbed` needs it.
 """
@@ -20,7 +21,8 @@ from jaxtyping import Float
 from apt_jax.ops.calls import DecodeCall
 
 _BACKEND_OPTIONS = {"enable_fp_fusion": True}
-"""Compiler options that allow fused multiply-adds: Triton's default up to 3.9, which warns if it is not set."""
+"""Compiler options that allow fused multiply-adds. This is the default of Triton up to 3.9, which warns if it is not
+set."""
 MAX_HEADS = 128
 """Maximum number of heads; more would not fit the registers of kernel 2."""
 
@@ -58,7 +60,8 @@ def head_groups(num_heads: int) -> tuple[int, int]:
 
 
 def default_tiles(num_heads: int) -> Tiles:
-    """Return the default tiles, with eight warps instead of four for two groups of heads, which need more registers."""
+    """Return the default tiles; if there are two groups of heads, kernel 2 gets eight warps instead of four, because
+    they need more registers."""
     return Tiles() if num_heads <= 64 else Tiles(output_warps=8)
 
 
@@ -70,7 +73,8 @@ def constants(
     ranged: bool,
     tiles: Tiles,
 ) -> dict[str, Any]:
-    """Return the static sizes that both kernels are compiled for, except LANES; `jax_triton_kernels` has the names."""
+    """Return the static sizes that both kernels are compiled for, except LANES; `jax_triton_kernels` explains the
+    names."""
     h0, h1 = head_groups(num_heads)
     return {
         "N": num_heads,
@@ -123,7 +127,7 @@ def decode_absorbed(
         q_absorbed: queries.
         call: pool, tables and lengths.
         tiles: tile sizes; None: `default_tiles`.
-        compute_capability: compute capability of the GPU to compile for, such as 80; None: that of the present GPU.
+        compute_capability: compute capability of the GPU to compile for, such as 80; None: that of the GPU in use.
 
     Raises:
         ImportError: triton or jax-triton is missing.

@@ -8,16 +8,16 @@ split along D over programs, while every score needs all of D. So there are two 
      the tile, the weights P = exp(S - m) in the pool's dtype, and their sum l.
   2. `absorbed_output`, with a program per (block of lanes, row), computes the sum of P x over the row's tiles, rescaled
      as in flash attention by exp(m - running maximum) and finally divided by the sum of l. It uses no atomics, so equal
-     inputs give equal bits. It takes the rows in the reverse order of kernel 1, to find layer inputs that are still in
-     the L2 cache.
+     inputs give equal bits. It takes the rows in the reverse order of kernel 1, because the layer inputs that kernel 1
+     read last may still be in the L2 cache.
 
-Tensor cores need a power of two of at least 16 heads. N heads are split into a first group of H0 and, if that needs
-less padding, a second group of H1 (72 heads take 64 + 16). H1 = 0: no second group.
+Products on tensor cores need a number of heads that is a power of two and at least 16. N heads are split into a first
+group of H0 and, if that needs less padding, a second group of H1 (72 heads take 64 + 16). H1 = 0: no second group.
 
 Float32 products are not rounded to TF32 ("ieee").
 
 The functions are excluded from run-time checks of annotations (`no_type_check`), because Triton compiles their source
-with the names of this module.
+and resolves names in this module.
 
 The dimension key is that of `reference.py`, with T tokens per tile and M tiles per row.
 """
@@ -41,7 +41,7 @@ def _token_slots(
     T: tl.constexpr,
     RANGED: tl.constexpr,
 ):
-    """Return the pool slots of a row's tokens [tile * T, tile * T + T), and the mask of tokens that exist."""
+    """Return the pool slots of a row's tokens [tile * T, tile * T + T), and the mask of the row's own tokens."""
     position = tile * T + tl.arange(0, T)
     entry, order = position // C, position % C
     own = position < length

@@ -33,8 +33,8 @@ def _simple_schedule(
         problem: the problem; each request alone fits the pool.
         kind: cache kind of all requests; a request that it cannot hold takes the smallest kind. None: the smallest
             kind.
-        reserve: whether the final memory of a request is reserved from its start, so that no request is evicted.
-        decode_first: whether decodes come before prefills.
+        reserve: reserve a request's final memory from its start, so that no request is evicted.
+        decode_first: schedule decodes before prefills.
     """
     offered = [k for k, s in enumerate(problem.kinds) if s.offered]
     least = min(offered, key=lambda k: problem.kinds[k].blocks_per_group)
@@ -127,7 +127,7 @@ def fcfs_schedule(problem: OptimalProblem, *, eviction: bool = True) -> OptimalS
 
     Args:
         problem: the problem; each request alone fits the pool.
-        eviction: False: the eviction-free (EF) variant.
+        eviction: allow evictions; False: the eviction-free (EF) variant.
 
     Raises:
         RuntimeError: no further request can run, for example because an evicted request is longer than a batch.
@@ -141,7 +141,7 @@ _MAX_IDLE = 4
 
 
 def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
-    """Return the schedule that a policy makes if there is a slot for each request.
+    """Return the schedule that a policy produces if there is a slot for each request.
 
     Args:
         problem: the problem; each request alone fits the pool.

@@ -1,4 +1,4 @@
-"""Replay of a schedule, which checks every rule and computes its times."""
+"""Replay of a schedule: checks every rule and computes the times."""
 
 import dataclasses
 import math
@@ -20,7 +20,8 @@ class Replay:
     first_token_s: tuple[float, ...]
     finish_s: tuple[float, ...]
     used_blocks: tuple[int, ...]
-    """Blocks held after each batch, including blocks of requests that end with it: the quantity that Eq. 4 limits."""
+    """Number of blocks held after each batch, including blocks of requests that end with it: the quantity that Eq. 4
+    limits."""
 
 
 def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay:
@@ -47,7 +48,7 @@ def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay
         require(bool(batch.rows), "is empty")
         require(len(set(batch.rows)) == len(batch.rows), "a request runs twice")
         require(not set(batch.rows) & set(batch.preempt), "a request runs and is evicted (Eq. 2)")
-        require(problem.eviction or not batch.preempt, "evicts, which is not allowed")
+        require(problem.eviction or not batch.preempt, "evicts a request, which is not allowed")
         require(batch.start_s >= now_s - 1e-12, f"starts at {batch.start_s}, before {now_s}")
         for i in batch.preempt:
             require(cached[i] > 0, f"evicts request {i}, which holds nothing")
@@ -61,8 +62,11 @@ def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay
             require(m == cached[i], f"request {i} holds {cached[i]} tokens, not {m} (Eq. 1)")
             require(1 <= c <= length[i] - m, f"request {i} has {length[i] - m} tokens, not {c} (Eq. 2)")
             require(0 <= k < len(problem.kinds) and problem.kinds[k].offered, f"no kind {k}")
-            require(kind[i] in (NO_KIND, k), f"request {i} changes its kind while it holds cache")
-            require(problem.chunk is not None or c == length[i] - m, f"request {i} runs a piece (Eq. 3)")
+            require(kind[i] in (NO_KIND, k), f"request {i} changes its kind while it holds a cache")
+            require(
+                problem.chunk is not None or c == length[i] - m,
+                f"request {i} is split into chunks, which is not allowed (Eq. 3)",
+            )
             if c == 1 and m > 0:
                 decodes += 1
             else:
@@ -82,7 +86,7 @@ def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay
         )
         require(
             problem.hybrid_batching or not decodes or not prefill_tokens,
-            "mixes phases, which is not allowed",
+            "mixes prefills and decodes, which is not allowed",
         )
         used.append(sum(problem.blocks(cached[i], kind[i]) for i in range(n) if cached[i]))
         require(

@@ -40,12 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="CSV file with the columns prompt_tokens, output_tokens and optionally arrival_s, not decreasing (docs/optimal.md)",
     )
     group = parser.add_argument_group("costs and memory")
-    group.add_argument("--model", metavar="MODEL", default="llama-2-7b", help="model of the hardware description")
+    group.add_argument(
+        "--model", metavar="MODEL", default="llama-2-7b", help="model that the hardware description is for"
+    )
     group.add_argument(
         "--hardware",
         metavar="NAME|FILE",
         default="a100-80gb",
-        help="name of described hardware, or a .json description file",
+        help="name of a hardware description, or path of a .json file",
     )
     group.add_argument(
         "--capacity-tokens",
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache",
         choices=("kv", "hidden", "hybrid"),
         default="kv",
-        help="cache kinds a request may hold",
+        help="cache kinds that requests may hold",
     )
     group = parser.add_argument_group("limits")
     group.add_argument(
@@ -71,21 +73,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunk",
         type=options.positive(int),
         metavar="TOKENS",
-        help="maximum number of prefill tokens per batch, with chunked prompts (default: prompts run whole)",
+        help="maximum number of prefill tokens per batch, with prompts computed in chunks (default: prompts are computed whole)",
     )
     group.add_argument(
         "--chunk-step",
         type=options.positive(int),
         metavar="TOKENS",
         default=1,
-        help="chunks end at multiples of this; larger values are faster to solve but less exact",
+        help="chunks end at multiples of this number of tokens; larger values make the search faster but less exact",
     )
     group.add_argument(
         "--no-hybrid-batching",
         action="store_true",
-        help="prefill and decode never share a batch",
+        help="never combine prefills and decodes in a batch",
     )
-    group.add_argument("--no-eviction", action="store_true", help="never evict the cache of a request before its end")
+    group.add_argument(
+        "--no-eviction", action="store_true", help="never evict a request's cache before the request ends"
+    )
     group = parser.add_argument_group("objective")
     group.add_argument(
         "--objective",
@@ -111,16 +115,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--start",
         metavar="POLICY[,POLICY...]",
         default="",
-        help="start from the schedules of these policies; the search is bounded by the best of them",
+        help="compute the schedules of these policies first and bound the search by the best of them",
     )
     parser.add_argument(
         "--better-by",
         type=options.positive(float),
         metavar="PERCENT",
-        help="decide only whether a schedule exists that is better than the best of --start by this much",
+        help="only decide whether a schedule exists that is better than the best of --start by this percentage",
     )
     options.add_json_argument(parser)
-    parser.add_argument("--png", metavar="FILE", help="draw the schedule; needs matplotlib")
+    parser.add_argument("--png", metavar="FILE", help="write a PNG picture of the schedule; needs matplotlib")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -186,8 +190,8 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
     hardware = load_hardware(args.model, args.hardware)
     kinds = hardware.kinds(args.cache)
     tokens = hardware.num_kv_tokens if args.capacity_tokens is None else args.capacity_tokens
-    # A block is half a KV token or one hidden token, which is exact. If layer inputs have another width, it is the
-    # engine's block.
+    # A block is half a KV token or one hidden token, which is exact. If layer inputs have another width, blocks are
+    # those of the engine.
     same = hardware.hidden_block_size in (None, hardware.block_size)
     block_size = 1 if same else hardware.block_size
     slo_s = float("inf") if args.slo_ttft_ms is None else args.slo_ttft_ms / 1e3
@@ -219,7 +223,7 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Discard output to file descriptor 1, because HiGHS sometimes prints lines there that would end up in the JSON."""
+    """Discard output to file descriptor 1: HiGHS sometimes prints lines there, which would end up in the JSON."""
     try:
         saved = os.dup(1)
     except OSError:  # no stdout at all
@@ -237,7 +241,7 @@ def _quiet_stdout() -> Iterator[None]:
 
 
 def _starts(problem: OptimalProblem, text: str) -> dict[str, OptimalSchedule]:
-    """Return the schedules of the policies in a comma-separated list, by name."""
+    """Return the schedule of each policy in a comma-separated list, by the policy's name."""
     starts = {}
     for name in filter(None, (part.strip() for part in text.split(","))):
         try:
@@ -320,7 +324,8 @@ def _beside_a_spinner(solve: Callable[[], T], time_limit_s: float) -> T:
 def cells(problem: OptimalProblem, schedule: OptimalSchedule) -> list[list[str]]:
     """Return a table of requests by batches, as in InferMax Fig. 15.
 
-    A cell is "P" for a prefill or refill, "p" for a chunk of one, "D" for a decode, "E" for an eviction, or empty.
+    A cell is "P" for a prefill or refill, "p" for a chunk of a prefill, "D" for a decode, "E" for an eviction, or
+    empty.
     """
     length = [r.prompt_tokens for r in problem.requests]
     picture = [[""] * len(schedule.batches) for _ in problem.requests]
@@ -361,7 +366,7 @@ def _print(problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, s
         console.print(table)
         console.print()
     console.print(
-        "P prefill or refill, p a chunk of one, D decode, E evicted" + ("; h: hidden cache" if both else ""),
+        "P prefill or refill, p chunk of a prefill, D decode, E evicted" + ("; h: hidden cache" if both else ""),
         style="dim",
     )
     print_table(

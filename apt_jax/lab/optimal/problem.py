@@ -1,4 +1,4 @@
-"""The offline problem of finding the best batches for a few requests of known lengths, and its schedules."""
+"""The offline problem: find the best batches for a few requests of known lengths; and the schedules that solve it."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class OptimalRequest:
     output_tokens: int
     """Number of output tokens (O), including the last, which is generated but never cached."""
     arrival_s: float = 0.0
-    """Arrival in seconds (T); no batch with this request starts earlier."""
+    """Arrival time in seconds (T); no batch with this request starts earlier."""
     slo_ttft_s: float = math.inf
     """TTFT objective in seconds, used by the objective "slo"."""
 
@@ -46,7 +46,8 @@ class OptimalProblem:
     max_num_batched_tokens: int
     """Maximum number of tokens per batch, decodes included (C)."""
     chunk: int | None = None
-    """Maximum number of prefill tokens per batch, with prompts in chunks (P); None: prompts are computed whole."""
+    """Maximum number of prefill tokens per batch (P), with prompts computed in chunks; None: prompts are computed
+    whole."""
     chunk_step: int = 1
     """Chunks end at multiples of this number or at the end of the prompt; above 1, only schedules with such chunks are
     considered."""
@@ -55,8 +56,8 @@ class OptimalProblem:
     eviction: bool = True
     """Requests may be evicted; False: a request keeps its cache until it ends."""
     kinds: tuple[CacheKindSpec, ...] = _KV_ONLY
-    """Cache kinds, in the order `KV`, `HIDDEN`; a request without cache takes one of them when it runs. Their extra
-    times are ignored in favour of `costs`."""
+    """Cache kinds, in the order `KV`, `HIDDEN`; a request without cache takes one of them when it runs. `costs`
+    replaces the extra times in the kinds."""
     block_size: int = 1
     """Token positions per group of the KV kind."""
     hidden_block_size: int | None = None
@@ -78,7 +79,7 @@ class OptimalProblem:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"{self.objective=} must be one of {', '.join(OBJECTIVES)}")
         if not 1 <= len(self.kinds) <= 2 or not any(k.offered for k in self.kinds):
-            raise ValueError(f"{self.kinds=} must be one or two kinds, one of them offered")
+            raise ValueError(f"{self.kinds=} must be one or two kinds, at least one of them offered")
         for field in dataclasses.fields(self.costs):
             if not 0 <= getattr(self.costs, field.name) < math.inf:
                 raise ValueError(f"costs.{field.name}={getattr(self.costs, field.name)} must be at least 0")

@@ -1,4 +1,4 @@
-"""The graph of a request's states, whose arcs are the steps that it can take in a batch."""
+"""The graph of a request's states; its arcs are the steps that the request can take in a batch."""
 
 import collections
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from apt_jax.core.kinds import NO_KIND
 from apt_jax.lab.optimal.problem import OptimalProblem, OptimalRequest
 
 MAX_VARIABLES = 200_000
-"""Maximum number of arcs in a program, over all requests and batches."""
+"""Maximum number of arcs in a program, summed over requests and batches."""
 State = tuple[int, int, int]
 """Tokens generated, tokens cached, kind."""
 
@@ -29,7 +29,7 @@ class Arc(NamedTuple):
 
 
 def arcs_of(problem: OptimalProblem, request: OptimalRequest) -> list[Arc]:
-    """Return the arcs of the graph of a request's states (Eqs. 1 to 3)."""
+    """Return the arcs of a request's state graph (Eqs. 1 to 3)."""
     offered = [k for k, s in enumerate(problem.kinds) if s.offered]
     start, done = (0, 0, NO_KIND), (request.output_tokens, 0, NO_KIND)
     arcs = [Arc(done, done, 0, 0, 0, False, False, NO_KIND)]
@@ -41,7 +41,7 @@ def arcs_of(problem: OptimalProblem, request: OptimalRequest) -> list[Arc]:
         held = problem.blocks(m, kind) if m else 0
         out = [Arc(state, state, 0, held, 0, False, False, kind)]
         if m and problem.eviction and m >= request.prompt_tokens + max(generated - 1, 0):
-            # Evicting a request before it has made use of its prefill never helps: that prefill could be left out.
+            # Evicting a request before it has used its prefill never helps, because that prefill could be omitted.
             out.append(Arc(state, (generated, 0, NO_KIND), 0, 0, 0, False, True, NO_KIND))
         for k in [kind] if m else offered:
             for c in _pieces(problem, m, length):

@@ -1,6 +1,6 @@
 """Optimal schedules of small workloads: InferMax's constraint program (§5), with arrivals and cache kinds.
 
-An optimal schedule needs every output length beforehand. So it is not a policy but a bound to compare policies with.
+An optimal schedule requires every output length beforehand, so it is not a policy but a bound to compare policies with.
 
 1. `OptimalProblem` defines the requests, limits, costs and objective.
 2. `solve_optimal` states the problem as a mixed-integer linear program, solves it with HiGHS, and reads the schedule
@@ -13,20 +13,21 @@ An optimal schedule needs every output length beforehand. So it is not a policy 
 per batch; each arc is a legal (c, g, e). Then S, m, c, g, e are sums over the arcs taken, and Eqs. 1 to 3 hold by
 construction. Products such as c^2 + 2mc are constants of the arcs, so they are exact. The size of the program depends
 on the number of states, not on the lengths of prompts: without chunks a request of O tokens has 2 O states for any I.
-Equal requests share one graph with an integer flow instead of a path, which hides their symmetry from the solver. The
-remaining constraints span requests: Eq. 4 with C and M (in blocks), P, hybrid batching, and the time of each batch. Its
-maximum over the two phases (`StepCosts`) becomes two inequalities, because shorter batches improve every objective
+Equal requests share one graph with an integer flow instead of a path, which removes their symmetry from the program.
+The remaining constraints span requests: Eq. 4 with C and M (in blocks), P, hybrid batching, and the time of each batch.
+Its maximum over the two phases (`StepCosts`) becomes two inequalities, because shorter batches improve every objective
 here.
 
-**Number of batches.** The program needs an upper bound on it that keeps an optimal schedule: without chunks every batch
-generates a token, and a schedule need not take longer than the best of a few simple schedules, which are tried first.
+**Number of batches.** The program needs an upper bound on the number of batches that still admits an optimal schedule.
+The bound holds because without chunks every batch generates a token, and because a schedule need not take longer than
+the best of a few simple schedules, which are tried first.
 
 **Starts.** The paper initialises the program with the output of other schedulers. SciPy cannot pass an initial solution
 to HiGHS, so given schedules (`starts`, made by `policy_schedule`) are used in other ways: the best of them bounds the
 number of batches, excludes all worse schedules, and is the result if the time limit ends the search before a better
 schedule is found. `find_better` answers the paper's other question: whether a schedule exists that is, for example, 10
-% better than a given one. It returns the first such schedule, or proves that there is none, which is often faster than
-finding the optimum.
+% better than a given one. It returns the first such schedule, or proves that there is no such schedule, which is often
+faster than finding the optimum.
 
 **Differences from the paper.** A request's memory is free after its last batch (in the paper, only after an eviction).
 An evicted request may run again from the next batch on, with either kind. A batch may wait for arrivals.
@@ -34,8 +35,8 @@ An evicted request may run again from the next batch on, with either kind. A bat
 **Solver.** HiGHS comes with SciPy, which is already a dependency. With 4 equal requests of 4 tokens, whose optimum
 takes 11 to 16 batches, it proves the optimum in 0.1 to 8 s on one core with the linear costs of InferMax §5.1, for any
 prompt length. OR-Tools CP-SAT (9.15, one worker, Eqs. 1 to 4 as written) finds the same optima, but needs 9 s for the
-proof with prompts of 1 token and more than 100 s with prompts of 32 and 128. It could not be installed together with
-this package either: it needs protobuf < 6.34, the gRPC service needs protobuf >= 7.35.
+proof with prompts of 1 token and more than 100 s with prompts of 32 and 128. Nor can it be installed together with this
+package: it needs protobuf < 6.34, but the gRPC service needs protobuf >= 7.35.
 """
 
 import collections
@@ -58,7 +59,7 @@ from apt_jax.lab.optimal.request_graph import MAX_VARIABLES, Arc, State, arcs_of
 
 
 def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
-    """Return a number of non-empty batches that at least one optimal schedule does not exceed."""
+    """Return an upper bound on the number of non-empty batches of at least one optimal schedule."""
     costs, requests = problem.costs, problem.requests
     outputs = sum(r.output_tokens for r in requests)
     limits = []
@@ -107,7 +108,7 @@ def _least_batch_s(problem: OptimalProblem) -> float:
 
 
 def _simple_bound(problem: OptimalProblem) -> float:
-    """Return a bound on the objective without a solver, because each token of a request takes a batch."""
+    """Return a bound on the objective that needs no solver: each token of a request takes at least one batch."""
     least_s, requests = _least_batch_s(problem), problem.requests
     if problem.objective == "slo":
         return float(len(requests))
@@ -187,7 +188,8 @@ def find_better(
     by: float = 0.1,
     time_limit_s: float | None = None,
 ) -> tuple[Literal["yes", "no", "unknown"], OptimalSchedule | None]:
-    """Find a schedule whose objective is better than that of a given one by at least the share `by` (InferMax §5).
+    """Find a schedule whose objective is better than that of a given schedule by at least the fraction `by` (InferMax
+    §5).
 
     Args:
         problem: the problem.
@@ -226,7 +228,7 @@ def find_better(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Made:
-    """The program of a problem and the meaning of its variables."""
+    """The program for a problem, and the meaning of its variables."""
 
     problem: OptimalProblem
     program: LinearProgram
@@ -403,11 +405,11 @@ def _add_batch(
     if not costs.one_program:
         program.at_most({time: -1.0, **bases, **_sum(_sum(decode, prefill), read)}, 0)
         return time, has_prefill, has_decode
-    # The decode side of StepCosts' maximum, then the prefill side with all tokens counted to it.
+    # First the decode side of the maximum in `StepCosts`, then the prefill side, which also counts decode tokens.
     program.at_most({time: -1.0, has_decode: bases[has_decode], **_sum(decode, read)}, 0)
     side = {time: -1.0, has_prefill: bases[has_prefill], **_sum(prefill, read)}
     if problem.hybrid_batching and costs.prefill_per_token_s and decodes:
-        beside = program.column(num_requests, integer=False)  # decodes, if there are prefills
+        beside = program.column(num_requests, integer=False)  # number of decodes if there are prefills, else 0
         program.at_most({**decodes, beside: -1.0, has_prefill: num_requests}, num_requests)
         side[beside] = costs.prefill_per_token_s
     program.at_most(side, 0)
@@ -433,7 +435,7 @@ def _add_objective(
         for later in (later_prefill, later_decode):
             program.at_most({later: 1.0, prefill: -1.0, decode: -1.0}, 0)
     if problem.objective == "latency":
-        # Nothing worse than the simple schedule.
+        # Exclude schedules that are worse than the simple schedule.
         program.at_most({t: 1.0 for t, *_ in times}, 100.0 * (1 + 1e-6))
     offline = all(r.arrival_s == 0 for r in classes)
     if problem.objective == "latency" and offline:
@@ -460,8 +462,8 @@ def _add_objective(
         program.cost[ends[-1]] = 1.0
         program.at_most({ends[-1]: 1.0}, 100.0 * (1 + 1e-6))
         return
-    # The k-th of a class's equal requests has passed batch j if k of them had their first (or last) token before it. It
-    # waits through all batches that it has not passed.
+    # The k-th of a class's equal requests has passed batch j if k of them got their first (or last) token before it. It
+    # waits during all batches that it has not passed.
     total: dict[int, float] = {}
     late_s = _latest_end_s(problem, simple, len(flows)) * scale
     longest_s = min(late_s, scale * (_longest_batch_s(problem) + max(r.arrival_s for r in classes)))
@@ -521,7 +523,8 @@ def _read(
     flows: list[list[tuple[OptimalRequest, Arc, int]]],
     x: np.ndarray,
 ) -> list[tuple[list[BatchRow], list[int]]]:
-    """Return the batches of a solution, as (rows, preempted requests); units of a flow become requests, in order."""
+    """Return the batches of a solution, as (rows, preempted requests); the units of a flow are assigned to requests in
+    order."""
     at = {i: (0, 0, NO_KIND) for members in classes.values() for i in members}
     steps: list[tuple[list[BatchRow], list[int]]] = []
     for flow in flows:
@@ -539,7 +542,7 @@ def _read(
                 at[i] = arc.target
         if rows:
             steps.append((rows, preempt))
-    # Equal requests are numbered as they start.
+    # Equal requests are numbered in the order in which they start.
     starts = dict.fromkeys(at, -1)
     for j, (rows, _) in enumerate(steps):
         for i, *_ in rows:

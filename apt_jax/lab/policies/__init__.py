@@ -19,12 +19,14 @@ _WHOLE_PROMPTS: dict[str, Any] = {"chunked": False, "prefill_tokens": 4096}
 
 
 def _unified(name: str, source: str, summary: str, **settings: Any) -> dict[str, PolicyMaker]:
-    """Return the entry of a configuration of InferMax Algorithm 1; P is at most C (`max_num_batched_tokens`)."""
+    """Return the registry entry for a configuration of InferMax's Algorithm 1; P is at most C
+    (`max_num_batched_tokens`)."""
     return {name: PolicyMaker(UnifiedPolicy, {"name": name, **settings}, source=source, summary=summary)}
 
 
 def _eviction_free(name: str, **settings: Any) -> dict[str, PolicyMaker]:
-    """Return the eviction-free variant of a configuration of Table 1, which reserves prompt and output on admission."""
+    """Return the eviction-free variant of a configuration of Table 1; it reserves memory for prompt and output on
+    admission."""
     summary = f"`{name}` without evictions: memory for prompt and output is reserved on admission"
     return _unified(f"{name}-ef", "InferMax §4.4", summary, reserve="all", **settings)
 
@@ -42,8 +44,8 @@ POLICIES: dict[str, PolicyMaker] = {
     "apt-released": PolicyMaker(
         AptReleasedPolicy,
         source="Apt-Serve's released code",
-        summary="`apt` as its authors released it: violated requests do not count, tokens and slots end the greedy pass, "
-        "hidden caches are given up at the first decode step",
+        summary="`apt` as its authors released it: violated requests do not count, the limits on tokens and slots end the "
+        "greedy pass, hidden caches are dropped at the first decode step",
     ),
     "apt-in-pass": PolicyMaker(
         AptInPassPolicy,
@@ -53,35 +55,35 @@ POLICIES: dict[str, PolicyMaker] = {
     "fcfs-hybrid": PolicyMaker(
         FcfsHybridPolicy,
         source="Apt-Serve Table 5, its released code",
-        summary="`fcfs` whose oldest requests turn hidden when blocks run out, up to 7,200 tokens in total, before any "
-        "request is evicted",
+        summary="`fcfs` that, when blocks run out, changes its oldest requests to the hidden kind, up to 7,200 tokens in "
+        "total, before it evicts any request",
     ),
-    "random": PolicyMaker(RandomPolicy, source="Apt-Serve §3.2", summary="`fcfs` in random order, from `--seed`"),
+    "random": PolicyMaker(RandomPolicy, source="Apt-Serve §3.2", summary="`fcfs` in random order, drawn from `--seed`"),
     "least-computed": PolicyMaker(
         LeastComputedPolicy,
         source="vllm-project/vllm#54644",
-        summary="`vllm-v1` that preempts the request that has computed least",
+        summary="`vllm-v1` that preempts the request with the fewest computed tokens",
     ),
     "hrrn": PolicyMaker(
         HrrnPolicy,
         source="SGLang, sgl-project/sglang#32911",
-        summary="`vllm-v1` that admits by age over prompt length",
+        summary="`vllm-v1` that admits by the ratio of age to prompt length",
     ),
     "vtc": PolicyMaker(
         VtcPolicy,
         source="Virtual Token Counter, OSDI'24",
-        summary="`vllm-v1` that admits from the tenant served least",
+        summary="`vllm-v1` that admits requests of the tenant that was served least",
     ),
     "fairbatching": PolicyMaker(
         FairBatchingPolicy,
         source="FairBatching, arXiv 2510.14392",
-        summary="steps as long as the least slack: urgent decodes, prompts, other decodes",
+        summary="steps as long as the least slack: urgent decodes first, then prompts, then other decodes",
     ),
     "qoserve": PolicyMaker(
         QoServePolicy,
         source="QoServe (Niyama), ASPLOS'26, arXiv 2503.22562",
         summary="all decodes, chunks as large as their slack allows, prompts by deadline and length; requests that "
-        "cannot be on time go last",
+        "cannot be on time come last",
     ),
     **_unified("sarathi-pc", "InferMax Table 1", "`sarathi` with chunks of up to 4096 tokens", prefill_tokens=4096),
     **_unified("sarathi-nocp", "InferMax Table 1", "decodes first in mixed steps, whole prompts", **_WHOLE_PROMPTS),
@@ -108,38 +110,38 @@ POLICIES: dict[str, PolicyMaker] = {
     **_unified(
         "rank-i",
         "InferMax §4.6",
-        "shortest prompt first over all; waiting requests evict longer ones",
+        "shortest prompt first among all requests; waiting requests evict requests with longer prompts",
         first="nobody",
         order="input",
     ),
-    **_unified("rank-o", "InferMax §4.6", "shortest output first over all", first="nobody", order="output"),
+    **_unified("rank-o", "InferMax §4.6", "shortest output first among all requests", first="nobody", order="output"),
     **_unified(
         "rank-org",
         "InferMax §4.6",
-        "no group first: one group by arrival, with the options of `rank-i` and `rank-o`",
+        "`rank-i` and `rank-o` with requests ordered by arrival",
         first="nobody",
     ),
     **_unified(
         "infermax",
         "InferMax §6",
-        "`sarathi` that keeps long requests, evicts short ones and reserves lengths estimated from a histogram",
+        "`sarathi` that evicts short requests before long requests and reserves lengths estimated from a histogram",
         longest_first=True,
         reserve="estimate",
     ),
     "fastgen": PolicyMaker(
         FastGenPolicy,
         source="DeepSpeed-FastGen",
-        summary="every step filled to 512 tokens, decodes first; nothing reserved, no eviction unless all are stuck",
+        summary="every step filled to 512 tokens, decodes first; nothing reserved, no eviction unless no request can run",
     ),
     "round-robin": PolicyMaker(
         RoundRobinPolicy,
         source="BROS §2.2, §7.1",
-        summary="real-time and best-effort requests in turn, both phases in a step",
+        summary="real-time and best-effort requests in turn, prefills and decodes in the same step",
     ),
     "tgi": PolicyMaker(
         TgiPolicy,
         source="BROS §7.1, TGI's documentation",
-        summary="prompt and output reserved on admission; running requests pause for a prefill when enough wait",
+        summary="prompt and output reserved on admission; running requests pause for a prefill when enough requests wait",
     ),
 }
 """Policies for comparison, by the name that `--scheduling-policy` accepts."""

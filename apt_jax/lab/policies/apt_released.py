@@ -26,9 +26,10 @@ from apt_jax.sched.value import PendingValue, option_values, pending_value
 from apt_jax.sched.view import Plan, SchedulerView
 
 NEAR_ZERO_SHARE = 1e-4
-"""The value of a violated request per block is this share of the shortest waiting time, over the blocks of the pool."""
+"""A violated request's value per block is this share of the smallest pending time of the waiting requests, divided by
+the number of blocks in the pool."""
 NEAR_ZERO_GAIN = 1e-6
-"""The value of a violated request per block if no request waits, seconds."""
+"""A violated request's value per group of KV blocks if no request waits, seconds."""
 
 
 class _Option(NamedTuple):
@@ -40,7 +41,7 @@ class _Option(NamedTuple):
     gain: float
     """Value per block, seconds."""
     only: bool
-    """True if the request is offered the hidden kind alone."""
+    """True if the request is offered only the hidden kind."""
 
 
 class AptReleasedPolicy:
@@ -56,17 +57,17 @@ class AptReleasedPolicy:
     * If the option that ends the pass is worth more than all options before it, no request starts.
     * A waiting request that was once chosen with the hidden kind starts with it, even if it is chosen with keys and
       values when it starts.
-    * In a decode iteration, requests that hold the hidden kind lose their cache, whichever kind is chosen. Those chosen
-      with the hidden kind also lose theirs. The change from the hidden kind to keys and values counts with all blocks
-      of the keys and values.
-    * A preempted request goes to the front of the waiting queue, and a chosen one goes to its end if the iteration then
-      decodes. The order matters only for equal gains, as those of violated requests.
+    * In a decode iteration, requests that hold the hidden kind lose their cache, whichever kind is chosen, and so do
+      requests chosen with the hidden kind. A change from the hidden kind to keys and values is charged all blocks of
+      the keys and values.
+    * A preempted request goes to the front of the waiting queue. Waiting requests that were chosen go to its end if the
+      iteration decodes after all. The order matters only for equal gains, such as those of violated requests.
     * The extra time of the hidden kind is ρ times the positions of the request's blocks, without a constant part.
 
-    The released code runs no prompt longer than a step, and fits every request into the pool with keys and values. Here
-    a prompt longer than a step is computed in chunks, before other prompts, and starts only in a step of its own. A
-    request too long for keys and values is offered the hidden kind only. If nothing runs, the option that ends the pass
-    may start as Algorithm 1 says, as the engine would be idle otherwise.
+    The released code assumes that no prompt is longer than a step, and that every request fits into the pool with keys
+    and values. Here a prompt longer than a step is computed in chunks, before other prompts, and starts only in a step
+    of its own. A request too long for keys and values is offered the hidden kind only. If nothing runs, the option that
+    ends the pass may start as in Algorithm 1, because the engine would be idle otherwise.
     """
 
     name = "apt-released"
@@ -105,7 +106,7 @@ class AptReleasedPolicy:
     # --- queues ----------------------------------------------------------------------------------------------------
 
     def _in_order(self, view: SchedulerView, rows: Rows) -> Rows:
-        """Return `rows` in the order of their queue; new requests are last."""
+        """Return `rows` in the order of their queue, with new requests last."""
         new = self._places.new(view.table, rows)
         self._marks.new(view.table, rows)
         self._to_the_end(rows[new])
@@ -176,7 +177,7 @@ class AptReleasedPolicy:
         changes = _changes(options, cost, (table.kind.take(decoding) == HIDDEN).tolist(), memory)
         stays = np.zeros(decoding.size, np.bool_)
         stays[[i for i, changed in changes.items() if not changed]] = True
-        if partial.size and not stays.any():  # nothing else would run
+        if partial.size and not stays.any():  # otherwise nothing would run
             packer = StepPacker(view, decoding)
             packer.continue_prefill(partial)
             plan = packer.plan()
@@ -188,9 +189,9 @@ class AptReleasedPolicy:
 
 
 class AptInPassPolicy(AptPolicy):
-    """`apt` whose prefill iterations take the tokens and slots of the step as limits of the greedy pass.
+    """`apt` whose prefill iterations apply the step's limits on tokens and slots within the greedy pass.
 
-    The paper leaves open where these limits apply: `apt` chooses among the requests that can start in the step, the
+    The paper leaves open where these limits apply: `apt` chooses among the requests that can start in the step, but the
     authors' code ends the greedy pass at the first option that exceeds a limit.
 
     Args:
@@ -234,11 +235,11 @@ class AptInPassPolicy(AptPolicy):
 
 
 def _increments(value: NDArray[np.float64], cost: NDArray[np.int32], memory: int) -> list[_Option]:
-    """Return the increments of Apt-Serve §5 by falling gain, without options larger than `memory`.
+    """Return the increments of Apt-Serve §5 in decreasing order of gain, without options larger than `memory`.
 
     Args:
         value: (n, num_kinds) values of the options.
-        cost: (n, num_kinds) blocks of the options.
+        cost: (n, num_kinds) numbers of blocks of the options.
         memory: number of free blocks.
     """
     value = np.where(cost <= memory, value, -np.inf)
@@ -260,10 +261,10 @@ def _increments(value: NDArray[np.float64], cost: NDArray[np.int32], memory: int
 
 
 def _cost(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the (2, n) blocks of `tokens` positions with keys and values and with the hidden kind.
+    """Return the (2, n) numbers of blocks for `tokens` positions: row 0 as keys and values, row 1 as the hidden kind.
 
-    The released code counts in blocks of keys and values, and rounds half of them up for the hidden kind. A request
-    that may not take the hidden kind has the blocks of keys and values twice.
+    As in the released code, row 1 is half of row 0, rounded up to whole groups, but at least the real need. If the
+    hidden kind is not allowed, row 1 repeats row 0; if only the hidden kind is allowed, row 1 is the real need.
     """
     kv, hidden = view.blocks_for(tokens, KV), view.blocks_for(tokens, HIDDEN)
     per_group = view.blocks_per_group[KV]
@@ -280,7 +281,7 @@ def _options(
     near_zero: float,
     cost: NDArray[np.int32],
 ) -> list[_Option]:
-    """Return the options of `rows` by falling gain.
+    """Return the options of `rows` in decreasing order of gain.
 
     Args:
         view: the scheduler's view.
@@ -288,7 +289,7 @@ def _options(
         urgent: pending times of these rows.
         num_requests: |W| + |R|.
         near_zero: value per block of a violated request.
-        cost: (2, n) blocks of the kinds (`_cost`).
+        cost: (2, n) numbers of blocks (`_cost`).
     """
     kv, hidden = cost
     groups = kv // view.blocks_per_group[KV]
@@ -324,17 +325,17 @@ def _take(
     """Take options of waiting requests in order, until one exceeds the tokens, the slots or the memory.
 
     Args:
-        options: the options by falling gain.
-        cost: (2, n) blocks of the kinds.
-        lengths: tokens to compute of each request.
+        options: the options in decreasing order of gain.
+        cost: (2, n) numbers of blocks (`_cost`).
+        lengths: number of tokens to compute for each request.
         tokens: number of tokens left in the step.
         slots: number of requests that may still start.
         memory: number of free blocks.
-        alone: whether an option that exceeds the memory and is worth more than all before it starts alone, as in
+        alone: start an option that exceeds the memory alone if it is worth more than all options before it, as in
             Algorithm 1.
 
     Returns:
-        The chosen requests by index, and True for those with the hidden kind.
+        A map from the indices of the chosen requests to True for the hidden kind, or to False for keys and values.
     """
     kv, hidden = cost.tolist()
     left = memory
@@ -361,7 +362,8 @@ def _changes(options: list[_Option], cost: NDArray[np.int32], holds_hidden: list
     """Take options of running requests in order, until one exceeds the memory.
 
     Returns:
-        The chosen requests by index, and True for those that must change their kind, and so lose their cache.
+        A map from the indices of the chosen requests to True if the request must change its kind, and so loses its
+        cache.
     """
     kv, hidden = cost.tolist()
     chosen: dict[int, bool] = {}

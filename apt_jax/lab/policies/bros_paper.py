@@ -12,7 +12,8 @@ from apt_jax.sched.view import SchedulerView
 class BrosAnyPolicy(BrosPolicy):
     """`bros` with the replacements of Algorithm 1, lines 26 to 32.
 
-    Their number is not limited, and the replaced request may be late. The first request of a step is never replaced.
+    The number of replacements is not limited, and a request may be replaced even if it will then be late. The first
+    request of a step is never replaced.
 
     Args:
         token_group: see `BrosPolicy`.
@@ -37,9 +38,9 @@ class BrosPaperPolicy(BrosAnyPolicy):
 
     Late requests come first and set the time limit (lines 3 and 4). The first request without a slot, blocks or time
     ends its class's part of the step (6 to 12, 18 to 32). Prompts are not shortened to fit the time, and no blocks are
-    reserved. Best-effort requests are ordered only by M^cpu (17). If they have no more blocks, the real-time requests
-    with the most remaining time are preempted, also for waiting requests (§5.2). The first real-time request always
-    runs, because otherwise no request would run after a missed deadline; while it is late it runs alone.
+    reserved. Best-effort requests are ordered only by M^cpu (17). When they have no blocks left to give, the real-time
+    requests with the most remaining time are preempted, even for waiting requests (§5.2). The first real-time request
+    always runs, because otherwise no request would run after a missed deadline; while it is late, it runs alone.
 
     Args:
         token_group: see `BrosPolicy`.

@@ -1,4 +1,4 @@
-"""Schedulers that use the slack of tokens to their deadlines: FairBatching and QoServe."""
+"""Schedulers that use slack, the time left until the next tokens are due: FairBatching and QoServe."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,11 +41,11 @@ def _with_blocks(
     kind: NDArray[np.int8],
     stay: Rows,
 ) -> Plan:
-    """Return the plan of a step, in which running requests are preempted if the blocks of `rows` are not free.
+    """Return the plan of a step; running requests are preempted if too few blocks are free for `rows`.
 
     Args:
         view: the scheduler's view.
-        rows: (n,) rows of the step; the blocks of waiting rows are free in addition to those of all running rows.
+        rows: (n,) rows of the step. Waiting rows among them must fit the free blocks in addition to all running rows.
         num_tokens: (n,) tokens of each row.
         kind: (n,) cache kind of each row.
         stay: all running rows; the last is preempted first.
@@ -56,7 +56,7 @@ def _with_blocks(
     num = num_that_fit(view, stay, of_row[stay])
     if num == stay.size:
         return step_plan(view, rows, num_tokens, kind, stay[:0])
-    if not of_row[stay[:num]].any():  # the rows that stay were not in the step: add them
+    if not of_row[stay[:num]].any():  # no row that stays was in the step: add all of them
         of_row[stay] = share_tokens(view.remaining(stay), view.max_num_batched_tokens)
         num = num_that_fit(view, stay, of_row[stay])
     kept = stay[:num]
@@ -92,9 +92,9 @@ class FairBatchingPolicy:
     """FairBatching: prompts use the time by which decodes are ahead of their deadlines (Lyu et al., arXiv 2510.14392).
 
     1. *Deadlines*: output token j is due at arrival + TTFT + j * TBT, so a request that got tokens early has slack.
-    2. *Time of a step*: it is max(least slack of the decodes, least TBT of the decodes), so that the most urgent decode
-       is on time and steps are long enough to be efficient. The cost model, which is linear in new and in cached
-       tokens, predicts the time.
+    2. *Time of a step*: it is max(least slack of the decodes, least TBT of the decodes). The most urgent decode is then
+       on time unless its slack is below that TBT, and steps are long enough to be efficient. The cost model, which is
+       linear in new and in cached tokens, predicts the time.
     3. *Batch*: urgent decodes (slack below that time plus the least TBT) come first, then prompts, then other decodes,
        each group by slack, as long as the predicted time stays within the time of the step. The prompt at the limit
        gets a chunk.
@@ -154,7 +154,7 @@ class FairBatchingPolicy:
         prompts: slice,
         time_s: float,
     ) -> NDArray[np.int32]:
-        """Return `num_tokens` cut to the time and the tokens of the step; 0: the row does not run."""
+        """Return `num_tokens`, reduced to the time and token limits of the step; 0: the row does not run."""
         table, costs = view.table, view.costs
         start = table.num_cached.take(rows)
         waits = table.kind.take(rows) < 0
@@ -169,7 +169,7 @@ class FairBatchingPolicy:
         if num < prompts.stop:
             cut = num_tokens[num]
             num_tokens[max(num, 1) : prompts.stop] = 0
-            if num >= prompts.start:  # the largest chunk of that prompt that fits the time
+            if num >= prompts.start:  # find the largest chunk of that prompt that fits the time
                 low, high = (min(self.LEAST_CHUNK, int(cut)) if num == 0 else 0), int(cut)
                 through = slice(0, num + 1)
                 while low < high:

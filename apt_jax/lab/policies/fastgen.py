@@ -15,18 +15,18 @@ from apt_jax.sched.view import Plan, SchedulerView
 class FastGenPolicy:
     """Runs decodes first, then prompts in order of arrival, until the token budget is used up exactly.
 
-    Long prompts are split over steps, and short prompts are combined and the last of them split too, so that each step
-    has exactly `budget` tokens as long as there is work ("even short prompts may be decomposed to ensure the budget is
+    Long prompts are split over steps. Short prompts are combined, and the last of them is split too, so each step has
+    exactly `budget` tokens as long as there is work ("even short prompts may be decomposed to ensure the budget is
     precisely met").
 
     Differences from `sarathi` (`UnifiedPolicy`), following the published scheduler of DeepSpeed-MII:
 
-    * *Memory is taken when it is used.* A prompt starts or continues if all of its remaining tokens fit the free blocks
-      now; no blocks are reserved for the tokens that later steps compute.
+    * *Memory is taken when it is used.* A prompt starts or continues if all of its remaining tokens currently fit the
+      free blocks; no blocks are reserved for tokens that later steps compute.
     * *No request is evicted for a decode.* A decode whose next position does not fit skips the step and keeps its
       cache, and later decodes still run.
     * Caches are dropped only if no request can run. DeepSpeed-MII then drops all caches ("deadlock detected"); here the
-      latest arrivals lose theirs, until a request can run.
+      latest arrivals lose theirs, one by one, until a request can run.
 
     Args:
         budget: number of tokens per step, decodes included; limited to `max_num_batched_tokens`.
@@ -54,7 +54,7 @@ class FastGenPolicy:
         return Plan.idle(running)
 
     def _compose(self, view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> Plan:
-        """Return the step of the given requests after `preempt` have lost their cache."""
+        """Return the plan of a step of the given requests after `preempt` have lost their cache."""
         table = view.table
         free = view.free_blocks + int(table.num_blocks[preempt].sum())
         budget = min(self.budget, view.max_num_batched_tokens)
@@ -92,7 +92,7 @@ class FastGenPolicy:
             num_tokens.append(length)
             kinds.append(kind)
         else:
-            # After a preemption no new request is admitted: caches were dropped for the sake of running requests.
+            # After a preemption no new request is admitted: caches were dropped so that running requests can continue.
             slots = 0 if preempt.size else view.max_num_seqs - view.running.size
             if budget > 0 and slots > 0 and view.waiting.size:
                 self._start(view, view.waiting[:slots], budget, free, rows, num_tokens, kinds)

@@ -33,17 +33,18 @@ class FcfsHybridPolicy:
       recompute within one step. They are recomputed in their own prefill step, before any other request.
     * If no request can change its kind, the latest arrival is evicted, and starts again with KV.
 
-    Differences from the released code: in the latter, a request is recomputed in the same iteration that changes its
-    kind. A `Plan` cannot run a request that it preempts, so here the others decode in that iteration, and the prefill
-    follows in the next. Also, admission of a request does not change others to the hidden kind; the released code can
-    do this, but with a limit of 0 tokens that is never raised.
+    Differences from the released code: there, a request is recomputed in the same iteration that changes its kind. A
+    `Plan` cannot run a request that it preempts, so here the other requests decode in that iteration, and the prefill
+    follows in the next. Also, here admission never changes other requests to the hidden kind; the released code has a
+    limit for this, which is 0 tokens and never raised.
 
     If only one kind is offered, it acts like `FcfsPolicy`.
 
     Args:
         max_hidden_tokens: maximum number of hidden tokens over all requests; with 0 it acts like `FcfsPolicy`.
-        convert: whether hidden requests change back to keys and values within a decode step (`Plan.convert`) if it pays
-            and no waiting request needs the blocks (`apt_jax.sched.conversion`). In the released code they stay hidden.
+        convert: let hidden requests change back to keys and values within a decode step (`Plan.convert`) if that is
+            worthwhile and no waiting request needs the blocks (`apt_jax.sched.conversion`). In the released code they
+            stay hidden.
     """
 
     name = "fcfs-hybrid"
@@ -54,13 +55,13 @@ class FcfsHybridPolicy:
         self.max_hidden_tokens = max_hidden_tokens
         self.converts = convert
         self._fcfs = FcfsPolicy()
-        self._turned: dict[int, int] = {}  # rank by row of requests to be recomputed as hidden
+        self._turned: dict[int, int] = {}  # row -> rank of requests that will be recomputed as hidden
 
     def schedule(self, view: SchedulerView) -> Plan:
         if not (view.kinds[KV].offered and view.kinds[HIDDEN].offered):
             return self._fcfs.schedule(view)
         turned = self._still_turned(view)
-        if self._turned:  # their freed blocks go to no other request
+        if self._turned:  # no other request may take their freed blocks
             plan = self._recompute(view, turned)
             if plan.rows.size:
                 return plan
@@ -74,7 +75,7 @@ class FcfsHybridPolicy:
 
     def _still_turned(self, view: SchedulerView) -> Rows:
         """Return the waiting rows that will be recomputed as hidden, and forget rows that were recomputed or have
-        ended."""
+        finished."""
         table = view.table
         self._turned = {
             row: rank
@@ -110,7 +111,7 @@ class FcfsHybridPolicy:
         oldest = oldest[: int(np.searchsorted(all_tokens, most, side="right"))]
         if not oldest.size:
             return None
-        # Each request that turns hidden reduces the lacking blocks by its gain and by its own next position.
+        # A request that turns hidden frees blocks, and its own next position needs none in this step.
         lacking = int(growth.sum()) - view.free_blocks
         gain = np.cumsum(held[oldest] - hidden[oldest] + growth[oldest])
         oldest = oldest[: int(np.searchsorted(gain, lacking)) + 1]

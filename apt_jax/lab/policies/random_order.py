@@ -13,11 +13,11 @@ class RandomPolicy:
     """Runs `FcfsPolicy` with queues that are shuffled before every decision.
 
     "We substitute the original FCFS scheduling with a random scheduling method in vLLM" (Apt-Serve §3.2): priorities
-    are random, and all other rules are those of `FcfsPolicy`. So waiting requests are admitted in random order until
-    one does not fit, and if the next positions do not fit the pool, random requests are evicted.
+    are random, and all other rules are those of `FcfsPolicy`. So waiting requests are admitted in random order until a
+    request does not fit, and random requests are evicted if the pool has too few blocks for the next positions.
 
-    Two rules are our choice. Preempted requests stay before requests that never ran, as in vLLM, in random order; each
-    iteration computes a token or a chunk, so all of them run in the end. And partly computed prompts keep their order,
+    Two rules are our choice. Preempted requests, in random order, stay before requests that never ran, as in vLLM; each
+    iteration computes a token or a chunk, so all of them eventually run. Partly computed prompts keep their order,
     because switching between them has no advantage.
 
     Args:
@@ -31,7 +31,7 @@ class RandomPolicy:
         self._fcfs = FcfsPolicy()
 
     def schedule(self, view: SchedulerView) -> Plan:
-        """Return the plan of one iteration; it draws from the policy's own random generator."""
+        """Return the plan of one iteration; the order is drawn from the policy's own random generator."""
         again = view.table.num_preemptions[view.waiting] > 0
         waiting = np.concatenate(
             [

@@ -16,25 +16,25 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 QUANTUM_TOKENS = 16
-"""Minimum number of tokens that a request must have had since its last start before a class without cache may preempt
-it; otherwise two requests that need more than half of the pool would only preempt each other."""
+"""Number of tokens that a request must generate after its last start before a class that holds no cache may preempt it.
+Without this rule, two requests that each need more than half of the pool would keep preempting each other."""
 
 
 class RoundRobinPolicy:
     """Serves two first-come-first-served queues in turn; a class that cannot run passes its turn to the other class.
 
-    A turn is one iteration of one class, with its decodes and prefills in the same step, as BROS's round robin runs on
-    its own engine (§7.1), which batches requests "regardless of the stages" (§6). With `mixed=False` a turn is a
-    prefill or a decode, as in vLLM's first scheduler.
+    A turn is one iteration of one class, with its decodes and prefills in the same step, as in BROS, whose round robin
+    runs on the paper's own engine (§7.1), which batches requests "regardless of the stages" (§6). With `mixed=False` a
+    turn is a prefill or a decode, as in vLLM's first scheduler.
 
     Within a class `FcfsPolicy` decides. If it would evict a request or cannot run any, decoding requests of the other
     class are preempted, the latest arrivals first, as long as the class then needs at most half of the pool. Each class
-    can take back its half, so the classes do not evict each other in every turn. A class without cache may take the
-    blocks for its first request from requests that have had `QUANTUM_TOKENS`. Partly computed prompts are not preempted
-    by the other class, and the blocks that they still need are left to them.
+    can take back its half, so the classes do not evict each other in every turn. A class that holds no cache may take
+    the blocks for its first request from requests that have generated `QUANTUM_TOKENS` since their last start. Partly
+    computed prompts are not preempted by the other class, and the blocks that they still need stay reserved for them.
 
     Args:
-        mixed: whether a turn may hold both phases.
+        mixed: let a turn combine prefills and decodes.
     """
 
     name = "round-robin"
@@ -92,7 +92,7 @@ class RoundRobinPolicy:
 
     @staticmethod
     def _taken(own: SchedulerView, others: Rows) -> Rows:
-        """Return the rows of `others` to preempt for the blocks and slots that the class needs next."""
+        """Return the rows of `others` to preempt so that the class gets the blocks and slots that it needs next."""
         table = own.table
         if own.running.size:
             decoding, partial = split_running(own)

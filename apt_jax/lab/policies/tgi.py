@@ -34,7 +34,7 @@ class TgiPolicy:
 
     TGI rejects a prompt that is longer than a prefill; this policy computes it in chunks, without decodes in between.
     If requests hold more than their reservations (because another policy filled the pool), the latest arrivals lose
-    their cache as with `fcfs`. Every request takes KV, or the hidden kind if KV is not offered or can never hold it.
+    their cache, as under `fcfs`. Every request takes KV, or the hidden kind if KV is not offered or can never hold it.
 
     Args:
         waiting_served_ratio: minimum ratio of waiting to running requests for a prefill; TGI's default from version 2
@@ -60,7 +60,8 @@ class TgiPolicy:
         self.max_waiting_tokens = max_waiting_tokens
         self.max_batch_prefill_tokens = max_batch_prefill_tokens
         self._waiting_tokens = 1
-        """Number of tokens that each running request has had since the last prefill, including the prefill's token."""
+        """Number of tokens that each running request has generated since the last prefill, including the prefill's
+        token."""
         self._decode_next = False
         self._decodes = FcfsPolicy()
 
@@ -100,7 +101,7 @@ class TgiPolicy:
         blocks = np.cumsum(start_blocks_for(view, waiting, final.astype(np.int32), kind))
         tokens = np.cumsum(view.remaining(waiting, kind))
         num = int(np.searchsorted(blocks, room, side="right"))
-        if tokens[0] <= view.max_num_batched_tokens:  # else the first is computed in chunks
+        if tokens[0] <= view.max_num_batched_tokens:  # otherwise the first prompt is computed in chunks
             num = min(num, int(np.searchsorted(tokens, view.max_num_batched_tokens, side="right")))
         else:
             num = min(num, 1)

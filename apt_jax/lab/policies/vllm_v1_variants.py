@@ -11,12 +11,12 @@ from apt_jax.sched.view import Plan, SchedulerView
 class LeastComputedPolicy(VllmV1Policy):
     """`vllm-v1` that preempts the request with the fewest computed tokens (vllm-project/vllm#54644).
 
-    The cost of a preemption is the recomputation of the computed tokens, so the request with the fewest is preempted
-    first, among equal requests the latest arrival. It may be the request that needs blocks, or a request that already
-    has tokens of this step, which then return to the budget.
+    A preemption costs the recomputation of the computed tokens, so the request with the fewest is preempted first;
+    among equal requests, the latest arrival. It may be the request that needs blocks, or a request that already got
+    tokens of this step, which then return to the budget.
 
-    Differences from vLLM: its loop ends when the visited request itself is preempted; here later requests still run. A
-    preempted request keeps its place by arrival; vLLM puts it before all waiting requests.
+    Differences from vLLM: there the loop ends when the visited request itself is preempted; here later requests still
+    run. A preempted request keeps its place by arrival; vLLM puts it before all waiting requests.
 
     Starvation: the oldest request can be preempted again and again, as long as later requests have computed more
     tokens. It is the first to be admitted whenever enough blocks are free.
@@ -29,7 +29,7 @@ class LeastComputedPolicy(VllmV1Policy):
         plan = super().schedule(view)
         if not plan.preempt.size:
             return plan
-        # Tokens of preempted requests go to later requests, as far as there are blocks for them.
+        # Tokens of preempted requests go to later requests if there are blocks for them.
         kept = view.running[~np.isin(view.running, plan.preempt)]
         budget = min(self.budget, view.max_num_batched_tokens)
         num_tokens = self._shared(view, kept, budget)
@@ -55,13 +55,13 @@ class HrrnPolicy(VllmV1Policy):
     the request arrived. So short prompts come first, but the ratio of a long prompt rises while others are served, and
     no request starves. Requests with equal ratios are admitted by arrival.
 
-    Differences from SGLang: there a step is either a prefill or a decode, and more than 128 waiting requests are
-    admitted by arrival (`first_come_above`), because matching and sorting them is slow there.
+    Differences from SGLang: there a step is either a prefill or a decode, and if more than 128 requests wait, they are
+    admitted by arrival (`first_come_above`), because SGLang is slow at matching and sorting them.
 
     Args:
         name: name of the policy.
         budget: maximum number of tokens per step, limited to `max_num_batched_tokens`.
-        first_come_above: number of waiting requests above which they are admitted by arrival; SGLang: 128. None: no
+        first_come_above: number of waiting requests above which requests are admitted by arrival; SGLang: 128. None: no
             limit.
         reserve: see `VllmV1Policy`.
     """
@@ -189,8 +189,8 @@ class VtcPolicy(VllmV1Policy):
         tenant = table.tenant.take(waiting)
         cost = self.input_weight * table.prompt_len.take(waiting)
         cost[self._counted.values[waiting]] = 0.0
-        # Value of its tenant's counter when the request's turn comes: counters only rise, and the lowest is always
-        # next.
+        # Value that the tenant's counter will have when the request's turn comes: counters only rise, and the lowest is
+        # always next.
         by_tenant = np.argsort(tenant, kind="stable")
         tenant, cost = tenant[by_tenant], cost[by_tenant]
         before = np.cumsum(cost) - cost

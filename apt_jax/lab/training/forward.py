@@ -1,12 +1,12 @@
 """The forward pass of whole sequences, for training: no cache, all positions at once, with gradients.
 
-It takes the parameters that the engine serves, in their layout and with its rounding: products take the parameters'
-dtype and accumulate in float32; the residual stream, norms and softmax are float32. Two things make it fast:
+It takes parameters in the layout of `load_model` and rounds like the engine: products take the parameters' dtype and
+accumulate in float32; the residual stream, norms and softmax are float32. Two things make it fast:
 
 * Gradients are rounded to that dtype before they are multiplied. The automatic gradient of a product with a float32
   result would multiply in float32, which 16-bit matrix units cannot do.
-* Queries attend in blocks, each to the keys up to its own end, and within its window. Attention weights are recomputed
-  for the gradient instead of being kept.
+* Attention is computed for one block of queries at a time, over only the keys up to the block's end and within the
+  window. Attention weights are recomputed for the gradient instead of being kept.
 """
 
 import functools
@@ -77,8 +77,8 @@ def _attend_block(
     scale: float,
     rules: LogitModifiers,
 ) -> Float[Array, "B K T G H"]:
-    """Compute attention of queries, the first of which has position `first_query` among the keys; attention weights are
-    rounded to the dtype of the values."""
+    """Compute attention of a block of queries, whose first has position `first_query` among the keys; attention weights
+    are rounded to the dtype of the values."""
     rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
     scores = _product(rows, k).reshape(*q.shape[:4], k.shape[2]) * scale
     if rules.softcap is not None:
@@ -121,8 +121,8 @@ def _self_attention(
     layer: int,
     length: int,
 ) -> Float[Array, "BT D"]:
-    """Compute attention of each token of a layer to itself and the tokens before it, within sequences of `length`
-    tokens; float32."""
+    """Compute a layer's attention output in float32: each token attends to itself and to earlier tokens of its
+    sequence, of `length` tokens."""
 
     def project(w: Array, b: Array | None, norm: Array | None, *, turns: bool) -> Array:
         out = apply_dense(x, w.reshape(-1, w.shape[2]), None if b is None else b.reshape(-1), _dense)
@@ -214,7 +214,9 @@ def training_logits(
         ValueError: `tokens` is not two-dimensional or has no integer dtype.
     """
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers (sequences, tokens), not {tokens.dtype} {list(tokens.shape)}")
+        raise ValueError(
+            f"tokens must be an integer array of shape (sequences, tokens), not {tokens.dtype} of shape {list(tokens.shape)}"
+        )
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     batch, length = tokens.shape

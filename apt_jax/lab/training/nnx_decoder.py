@@ -19,7 +19,7 @@ class _Part(nnx.Module):
     """A module whose attributes are the fields of a dataclass of parameters, without None fields.
 
     Args:
-        params: the dataclass; its arrays become an `nnx.Param` each, its norms a `Norm`.
+        params: the dataclass; each of its arrays becomes an `nnx.Param`, each of its norms a `Norm`.
     """
 
     def __init__(self, params: Any) -> None:
@@ -40,11 +40,11 @@ class Norm(_Part):
 
 
 class Layer(_Part):
-    """The parameters of one layer, by the names of `LayerParams`."""
+    """The parameters of one layer, under the names of `LayerParams`."""
 
 
 class Decoder(_Part):
-    """A model of any family: its parameters, by the names of `ModelParams`, and its forward pass for training.
+    """A model of any family: its parameters, under the names of `ModelParams`, and its forward pass for training.
 
     Calling it computes `training_logits`: the engine's scores, in the engine's precision.
 

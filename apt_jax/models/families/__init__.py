@@ -1,4 +1,4 @@
-"""Model families: one adapter per family, which reads its ``config.json`` and its tensor names."""
+"""Model families: one adapter per family, which interprets its ``config.json`` and its tensor names."""
 
 from apt_jax.models.families.registry import FAMILIES, MODEL_TYPES, PRESETS
 

@@ -1,5 +1,5 @@
-"""BLOOM (BigScience, 2022): ALiBi instead of positions, a norm after the embeddings, q, k and v head by head in one
-tensor."""
+"""BLOOM (BigScience, 2022): ALiBi instead of position embeddings, a norm after the token embeddings, and q, k and v
+stored head by head in one tensor."""
 
 import math
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def slopes(num_heads: int) -> tuple[float, ...]:
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """See `llama.model_config`; the model does not limit its context, so `max_len` may exceed the trained length."""
+    """See `llama.model_config`; ALiBi does not limit the context, so `max_len` may exceed the trained length."""
     get = ConfigFields(fields)
     hidden_size, num_heads, head_dim = get.attention_sizes(
         get.named("n_embed", "hidden_size"), get.named("n_head", "num_attention_heads"), 64, 8
@@ -88,7 +88,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """Return a tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
+    """Return a tensor name without ``transformer.``, a prefix that only some transformers classes save."""
     return name.removeprefix("transformer.")
 
 

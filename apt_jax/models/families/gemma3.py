@@ -24,7 +24,7 @@ _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 131072, "sliding_window": 4096,
 }  # fmt: skip
-"""Fields that published configurations leave out."""
+"""Values of fields that published configurations leave out."""
 _FIELDS = dataclasses.replace(
     GEMMA2_FIELDS.but(
         "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", attn_logit_softcapping=()
@@ -44,7 +44,7 @@ _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_bas
 
 
 def _rope_fields(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the configuration's fields with the rotary fields of one kind of layer only, as if all layers were of that
+    """Return the configuration's fields with the rotary fields of only one kind of layer, as if all layers were of that
     kind."""
     given = fields.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(not isinstance(v, Mapping | None) for v in given.values()):

@@ -1,6 +1,7 @@
-"""GPT-2 (Radford et al., 2019): pre-norm, learned positions, GELU in its tanh form, q, k and v in one tensor.
+"""GPT-2 (Radford et al., 2019): pre-norm, learned position embeddings, the tanh form of GELU, and q, k and v in one
+tensor.
 
-Its linear layers are stored as (inputs, outputs): every matrix is transposed when it is loaded.
+Linear layers are stored as (inputs, outputs), so their matrices are transposed when they are loaded.
 """
 
 import re
@@ -44,7 +45,7 @@ _IN_LAYER = {
 }
 
 _IGNORED_TENSORS = re.compile(r"attn\.(bias|masked_bias)$")
-"""Names of the attention masks that older files hold."""
+"""Pattern for the names of the attention masks in older files."""
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -93,7 +94,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """Return a tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
+    """Return a tensor name without ``transformer.``, a prefix that only some transformers classes save."""
     return name.removeprefix("transformer.")
 
 

@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia (Black et al., 2022; Biderman et al., 2023): attention and feed-forward in parallel on one
-residual, rotary embedding on a quarter of each head's lanes, q, k and v head by head in one tensor."""
+"""GPT-NeoX and Pythia (Black et al., 2022; Biderman et al., 2023): attention and feed-forward in parallel, rotary
+embedding on a quarter of each head's lanes, and q, k and v stored head by head in one tensor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -84,8 +84,8 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """Return a tensor name without the prefix that depends on the class it was saved from. Both names of the output
-    head become ``lm_head.weight``."""
+    """Return a tensor name without ``gpt_neox.``, a prefix that only some transformers classes save. Both names of the
+    output head become ``lm_head.weight``."""
     name = name.removeprefix("gpt_neox.")
     return "lm_head.weight" if name == "embed_out.weight" else name
 

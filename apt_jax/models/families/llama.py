@@ -1,8 +1,9 @@
-"""Llama 2 and 3 (Touvron et al., 2023; Grattafiori et al., 2024), and models of the same layout: Yi, SmolLM2, and most
-models whose ``config.json`` names ``LlamaForCausalLM``.
+"""Llama 2 and 3 (Touvron et al., 2023; Grattafiori et al., 2024), and models with the same layout: Yi, SmolLM2, and
+most models whose ``config.json`` names ``LlamaForCausalLM``.
 
-RMS norms, rotary embeddings, gated feed-forward layers with SiLU, no biases unless the configuration says so. Mistral,
-Qwen, Phi-3, Gemma and OLMo-2 are variations: their adapters build on `base_config` and `source` of this module.
+RMS norms, rotary embeddings, gated feed-forward layers with SiLU, no biases unless the configuration asks for them.
+Mistral, Qwen, Phi-3, Gemma and OLMo-2 are variations: their adapters build on `base_config` and `source` of this
+module.
 """
 
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def base_config(
     tokens: tuple[int | None, int | None, int | None] = (1, 2, None),
     **more: Any,
 ) -> ModelConfig:
-    """Return a `ModelConfig` of the Llama layout.
+    """Return the `ModelConfig` of a model with Llama's layout.
 
     Args:
         eps, theta, num_kv_heads, head_dim, tie_embeddings, default_activation: defaults of fields that the
@@ -102,7 +103,7 @@ def base_config(
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """Return the model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
+    """Return the model shape that a ``config.json`` describes; absent optional fields take Hugging Face's defaults.
 
     Args:
         max_len: longest context to serve, in tokens; see `read_rope`.
@@ -120,7 +121,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """Return a tensor name without the prefix that depends on the class it was saved from (``model.``)."""
+    """Return a tensor name without ``model.``, a prefix that only some transformers classes save."""
     return name.removeprefix("model.")
 
 
@@ -163,7 +164,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "yi-6b": preset(_LLAMA, 32, 4096, 32, 4, 11008, 64000, 4096, rope_theta=5000000.0, rms_norm_eps=1e-5),
     "yi-6b-200k": preset(_LLAMA, 32, 4096, 32, 4, 11008, 64000, 200000, rope_theta=10000000.0, rms_norm_eps=1e-5),
 }  # fmt: skip
-"""Published sizes by name; the two long-context models are used in Apt-Serve §6.7."""
+"""Published sizes by name; Apt-Serve §6.7 uses the two long-context models."""
 
 FAMILY = ModelFamily(
     name="llama",

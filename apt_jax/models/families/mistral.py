@@ -1,5 +1,5 @@
-"""Mistral 7B and its successors of the same layout (Jiang et al., 2023): Llama with grouped queries and, in version
-0.1, a sliding window in every layer. In Ministral 8B ``layer_types`` gives the layers that have the window."""
+"""Mistral 7B and its successors with the same layout (Jiang et al., 2023): Llama with grouped queries and, in version
+0.1, a sliding window in every layer. In Ministral 8B, ``layer_types`` lists which layers have the window."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""MPT (MosaicML, 2023): ALiBi, no biases, q, k and v one after another in one tensor."""
+"""MPT (MosaicML, 2023): ALiBi, no biases, and q, k and v one after another in one tensor."""
 
 import math
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ _IN_LAYER = {
 
 
 def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
-    """Return MPT's slopes: 2^(-bias_max i / n) with n the next power of two; if there are fewer heads than n, the
-    slopes with even i come first."""
+    """Return MPT's slopes: 2^(-bias_max i / n), where n is the number of heads rounded up to a power of two; if there
+    are fewer heads than n, the slopes with even i come first."""
     power = 2 ** math.ceil(math.log2(num_heads))
     all_of_them = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
     if power != num_heads:
@@ -87,7 +87,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """Return a tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
+    """Return a tensor name without ``transformer.``, a prefix that only some transformers classes save."""
     return name.removeprefix("transformer.")
 
 

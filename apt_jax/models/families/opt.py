@@ -1,8 +1,8 @@
 """OPT (Zhang et al., 2022) as Hugging Face publishes it: configuration and tensor names.
 
 Sizes from 125M to 66B share one layout: pre-norm, ReLU, learned positions whose table starts with two unused rows, the
-output head tied to the token embeddings. OPT-350M differs: post-norm without a norm at the end, and token embeddings of
-width 512 that two matrices without bias project to and from the model width.
+output head tied to the token embeddings. OPT-350M differs: it has post-norm without a final norm, and token embeddings
+of width 512, which two matrices without bias project to the model width and back.
 
 Every leaf of `ModelParams` is one tensor of the checkpoint, reshaped: ``q_proj.weight`` (N*H, D) is `wq` (N, H, D), and
 ``out_proj.weight`` (D, N*H) is `wo` (D, N, H). Nothing is transposed or split.
@@ -49,11 +49,11 @@ _IN_LAYER = {
 }
 
 _IGNORED_TENSORS = re.compile(r"^version$")
-"""Name of a tensor left over from the format that OPT was converted from."""
+"""Pattern for the name of a tensor that is left over from the format that OPT was converted from."""
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """Return the model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
+    """Return the model shape that a ``config.json`` describes; absent optional fields take Hugging Face's defaults.
 
     Args:
         max_len: has no effect, because the position table has a fixed length.
@@ -111,8 +111,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """Return a tensor name without the prefixes that depend on the class it was saved from (``model.``,
-    ``decoder.``)."""
+    """Return a tensor name without ``model.`` and ``decoder.``, prefixes that only some transformers classes save."""
     return name.removeprefix("model.").removeprefix("decoder.")
 
 

@@ -17,8 +17,8 @@ from apt_jax.models.known_fields import LLAMA_FIELDS
 
 
 def layer_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the windows of Qwen's layers: with ``use_sliding_window``, layers from ``max_window_layers`` on have a
-    window."""
+    """Return the windows of Qwen's layers: if ``use_sliding_window`` is set, layers from ``max_window_layers`` on have
+    a window."""
     get = ConfigFields(fields)
     slides = get.flag("use_sliding_window", False)
     first = get.number("max_window_layers", 28.0)

@@ -1,6 +1,6 @@
 """Registry of model families: the adapter of each published architecture.
 
-A new family is one file in this package and one line here.
+To add a family, add one file to this package and one line here.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "BloomForCausalLM": bloom.FAMILY,
     "MptForCausalLM": mpt.FAMILY,
 }
-"""Adapters by the architecture name in ``config.json``."""
+"""Adapter for each architecture name in ``config.json``."""
 
 _OTHER_NAMES = {"MPTForCausalLM": "MptForCausalLM", "LLaMAForCausalLM": "LlamaForCausalLM"}
 FAMILIES |= {old: FAMILIES[name] for old, name in _OTHER_NAMES.items()}
@@ -51,7 +51,7 @@ FAMILIES |= {old: FAMILIES[name] for old, name in _OTHER_NAMES.items()}
 MODEL_TYPES: dict[str, str] = {
     family.name: architecture for architecture, family in FAMILIES.items() if architecture not in _OTHER_NAMES
 }
-"""Architectures by ``model_type``, for configurations without an architecture."""
+"""Architecture for each ``model_type``, for configurations that do not name an architecture."""
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     name: fields for family in FAMILIES.values() for name, fields in family.presets.items()

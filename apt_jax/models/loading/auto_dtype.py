@@ -1,4 +1,4 @@
-"""The data type that `--dtype auto` stands for."""
+"""Choice of the data type for `--dtype auto`."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -57,7 +57,8 @@ class TensorInfo:
     file: str
     """File name inside the model directory."""
     dtype: str
-    """Dtype name of the safetensors format: ``F32``, ``BF16``, ..."""
+    """Dtype name of the safetensors format (``F32``, ``BF16``, ...), or the quantization type of a GGUF file
+    (``Q4_K``)."""
     shape: tuple[int, ...]
     start: int
     """Byte offset in the file; tensors are read in this order."""
@@ -90,8 +91,8 @@ class Checkpoint(Protocol):
         ...
 
     def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Return the joined pieces of `chunks`, of any dtype, in the order and shape of `tensors`; possibly a view of
-        `values`."""
+        """Return `values`, the joined pieces of `chunks` in any dtype, in the tensor's order and shape; possibly as a
+        view."""
         ...
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ def format_names(names: Iterable[str], most: int = 3) -> str:
 
 
 def is_weight_dtype(info: TensorInfo) -> bool:
-    """True if the stored dtype is a dtype of model weights: floating point, or quantized blocks."""
+    """True if weights can have the stored dtype: floating point, or quantized blocks."""
     return info.dtype in _WEIGHT_DTYPES or _QUANTISED.fullmatch(info.dtype) is not None
 
 
@@ -228,7 +229,7 @@ def _read_header(file: io.FileIO, path: Path) -> dict[str, TensorInfo]:
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
     if len(prefix) < 8:
-        raise ModelLoadError(f"{path}: {size} bytes are too short for a safetensors file")
+        raise ModelLoadError(f"{path}: a file of {size} bytes is too short for a safetensors file")
     length = int.from_bytes(prefix, "little")
     if length > MAX_JSON_BYTES:
         raise ModelLoadError(
@@ -416,11 +417,11 @@ def _check_index(directory: Path, index_name: str, checkpoint: Checkpoint) -> No
 
 @contextlib.contextmanager
 def open_checkpoint(directory: Path, *, allow_pickle: bool) -> Iterator[Checkpoint]:
-    """Open the weights of a model directory after all checks that need only their headers.
+    """Open the weights of a model directory, after all checks that need only the files' headers.
 
     Args:
-        allow_pickle: open PyTorch's files, and no others. If false, they are never opened, even if the directory has no
-            other weights.
+        allow_pickle: open PyTorch's files, and only these. If false, they are never opened, even if the directory has
+            no other weights.
 
     Raises:
         ModelLoadError: there are no weights, shards are missing, or a file is damaged or contradicts the index.

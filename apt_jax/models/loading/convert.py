@@ -115,7 +115,7 @@ def convert_model(
         use_tqdm: show a progress bar on terminals.
 
     Returns:
-        Number of tensors and number of bytes written.
+        The path, the format, and the numbers of tensors and bytes written, as a dictionary.
 
     Raises:
         ModelLoadError: the source cannot be read, or the target exists or cannot be written.
@@ -169,7 +169,7 @@ def _write(checkpoint: Checkpoint, writer: _Writer, dtype: str | None, path: Pat
 
 
 def _groups(checkpoint: Checkpoint, names: list[str], dtype: str | None) -> Iterator[dict[str, np.dtype[Any]]]:
-    """Yield tensors and their dtypes in groups of about a gigabyte; at least one group."""
+    """Yield groups of tensors with their dtypes, at most about 1 GiB per group; at least one group."""
     group: dict[str, np.dtype[Any]] = {}
     size = 0
     for name in names:

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: read from the local cache if complete there, otherwise downloaded.
+"""Models from the Hugging Face hub: taken from the local cache if they are complete there, otherwise downloaded.
 
 Only configuration, tokenizer and safetensors files are ever fetched: no pickles, no code.
 """
@@ -32,7 +32,7 @@ def parse_hub_id(name: str) -> tuple[str, str | None] | None:
 
 
 def _is_complete(directory: Path) -> bool:
-    """True if every file needed for loading is present, which may not be so after an interrupted download."""
+    """True if every file needed for loading is present; some may be missing after an interrupted download."""
     if not (directory / "config.json").is_file():
         return False
     if (directory / SINGLE_FILE).is_file():
@@ -62,7 +62,7 @@ def hub_snapshot(repo: str, revision: str | None, download: Callable[..., str] |
             from huggingface_hub import snapshot_download as download  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ModelLoadError(
-                f"model {name!r:.200} is not a directory here; models of the hub need the extra 'hub' "
+                f"model {name!r:.200} is not a local directory; models from the hub need the extra 'hub' "
                 "(pip install 'apt-jax[hub]')"
             ) from None
     assert download is not None
@@ -83,7 +83,7 @@ def _reason(name: str, error: Exception) -> str:
     if kind in ("RepositoryNotFoundError", "GatedRepoError", "RevisionNotFoundError"):
         what = {
             "RepositoryNotFoundError": "there is no such model on the hub, or it is private",
-            "GatedRepoError": "its licence must be accepted on the hub first, and a token be set (HF_TOKEN)",
+            "GatedRepoError": "its licence must be accepted on the hub first, and a token must be set (HF_TOKEN)",
             "RevisionNotFoundError": "the model has no such revision",
         }[kind]
         return f"model {name!r:.200}: {what}"

@@ -4,10 +4,11 @@
    ``owner/model``. Code in a model directory is never run.
 2. config.json, or the same fields from the metadata of a GGUF file, become a `ModelConfig` through the family's
    adapter.
-3. The checkpoint's headers are compared with the shapes that the configuration asks for: missing, extra and misshapen
-   tensors and too little memory are found here, before anything is allocated on the device.
-4. Tensors are read in the order of the file, piece by piece, checked for NaN and infinities, dequantised, cast, and
-   moved to their devices. Besides the result, host memory holds one tensor in the final dtype and one piece.
+3. The checkpoint's headers are compared with the shapes that the configuration requires. Missing, extra or misshapen
+   tensors and too little memory are detected here, before anything is allocated on the device.
+4. Tensors are read piece by piece, large tensors first, then in the order of the files; they are dequantized, checked
+   for NaN and infinities, cast, and moved to their devices. Host memory holds at most one tensor in its final dtype and
+   one piece at a time, in addition to the result.
 """
 
 import contextlib
@@ -72,7 +73,7 @@ class LoadedModel:
     path: Path | None
     """Directory of the model's files, which may hold a tokenizer, or its GGUF file; None for a preset."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end an output: from generation_config.json if it has any, otherwise from config.json."""
+    """Token ids that end an output: from generation_config.json if it lists any, otherwise from config.json."""
     hf_config: Mapping[str, Any]
     """Contents of config.json or of the preset, or the same fields derived from the metadata of a GGUF file."""
     format: ModelFormat = "directory"
@@ -118,12 +119,14 @@ def _eos_token_ids(path: Path | None, config: ModelConfig, fields: Mapping[str, 
             return ids
     ids = ConfigFields(fields).token_ids("eos_token_id", config.eos_token_id, config.vocab_size)
     if not ids:
-        _logger.warning("the model names no end-of-sequence token: outputs end only at max_tokens or a stop string")
+        _logger.warning(
+            "the model does not specify an end-of-sequence token: outputs end only at max_tokens or a stop string"
+        )
     return ids
 
 
 def free_memory_bytes(device: Any = None) -> int | None:
-    """Return the free memory in bytes of a device, by default the first; None: unknown."""
+    """Return the free memory of a device (by default the first) in bytes; None: unknown."""
     device = jax.local_devices()[0] if device is None else device
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
@@ -139,8 +142,8 @@ def free_memory_bytes(device: Any = None) -> int | None:
 def _check_memory(
     config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None, saved: int = 0
 ) -> None:
-    """Raise ModelLoadError if the weights need more memory than is free on a device or, on CPUs, on the host, for all
-    simulated devices together. The weights take `saved` bytes less than if all were in `dtype`."""
+    """Raise ModelLoadError if the weights need more memory than a device has free. On CPUs, the host's memory must hold
+    the weights of all simulated devices. `saved`: bytes that are saved because some matrices stay integers."""
     needed, free, share = config.num_params * dtype.itemsize - saved, free_memory_bytes(), ""
     if sharding is not None and jax.local_devices()[0].platform != "cpu":
         needed, share = 0, " of each device"
@@ -258,7 +261,7 @@ def read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Pat
         if not _is_finite(chunk):
             raise ModelLoadError(f"{path}: tensor {name!r} holds NaN or infinite values; the file is damaged")
         target = values[done : done + chunk.size]
-        with np.errstate(over="ignore"):  # found by the check that follows
+        with np.errstate(over="ignore"):  # detected by the check below
             target[...] = chunk
         if chunk.dtype != dtype and not _is_finite(target):
             raise ModelLoadError(
@@ -273,7 +276,7 @@ def _empty(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) 
     try:
         return np.empty(size, dtype)
     except MemoryError as error:
-        raise ModelLoadError(f"{path}: no memory for {name!r:.80} of {size * dtype.itemsize} bytes") from error
+        raise ModelLoadError(f"{path}: not enough memory for {name!r:.80} of {size * dtype.itemsize} bytes") from error
 
 
 def _equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
@@ -303,8 +306,8 @@ def _restored(
     path: Path,
     sharding: jax.sharding.Sharding | None,
 ) -> jax.Array | None:
-    """Restore a leaf directly onto its devices if Orbax can do so in the stored dtype; None: the host must read the
-    leaf."""
+    """Restore a leaf from Orbax format directly onto its devices; None: the host must read the leaf, for example to
+    cast it."""
     if sharding is None or leaf.stored is None or not isinstance(checkpoint, OrbaxCheckpoint):
         return None
     info = checkpoint.tensors[leaf.stored]
@@ -325,7 +328,7 @@ def _is_grouped(checkpoint: Checkpoint, leaf: _Leaf) -> bool:
 
 
 def _grouped(checkpoint: Checkpoint, leaf: _Leaf) -> GroupedMatrix:
-    """Return the matrix of a leaf for which `_is_grouped` is true, with the stored integers."""
+    """Return the matrix of a leaf for which `_is_grouped` is true, with its stored integers."""
     assert leaf.stored is not None
     assert leaf.source is not None
     assert isinstance(checkpoint, GgufCheckpoint)
@@ -357,13 +360,13 @@ def _load_params(
     saved = sum(n * dtype.itemsize - n * info.num_bytes // math.prod(info.shape) for n, info in sizes)
     _check_memory(config, dtype, sharding, saved)
     if keep_integers and not grouped:
-        _logger.warning("%s: has no matrix in Q4_0, Q4_1 or Q8_0; all weights become %s", path, dtype.name)
+        _logger.warning("%s: has no matrix in Q4_0, Q4_1 or Q8_0; all weights are converted to %s", path, dtype.name)
     if tied_head is not None:
         embed = next(leaf.stored for leaf in leaves if leaf.leaf == "embed")
         assert embed is not None
         if not _equal(checkpoint, embed, tied_head):
             raise ModelLoadError(
-                f"{path}: {tied_head!r} differs from {embed!r}, but config.json says that they are tied (tie_word_embeddings)"
+                f"{path}: {tied_head!r} differs from {embed!r}, but config.json ties them (tie_word_embeddings)"
             )
     arrays: dict[str, Any] = {}
     stored = {leaf.stored for leaf in leaves if leaf.stored is not None}
@@ -442,8 +445,8 @@ def load_model(
 
     Args:
         config: engine configuration, which names the model.
-        sharding: sharding of each leaf, which is copied shard by shard to its devices. None: all go to the default
-            device.
+        sharding: function that returns the sharding of a leaf, which is then copied to its devices shard by shard.
+            None: all leaves go to the default device.
         params: weights to use instead of the model's files. Arrays that are already on their devices and in
             `config.dtype` are not copied.
 
@@ -452,7 +455,7 @@ def load_model(
         Q8_0 is a `GroupedMatrix`.
 
     Raises:
-        ModelLoadError: one line that says which file or field is wrong and why.
+        ModelLoadError: one line that names the file or field and the reason.
         ConfigError: `params` do not match the model, or hold NaN or infinite values.
     """
     dummy = config.load_format == "dummy"
@@ -472,7 +475,7 @@ def load_model(
         family, model_config = read_model_config(fields, config.max_model_len)
         eos_token_ids = _eos_token_ids(path, model_config, fields)
     except ModelLoadError as error:
-        # A GGUF file has no config.json: its metadata stand for it.
+        # A GGUF file has no config.json: its fields come from the metadata.
         text = str(error).replace("config.json", "metadata") if resolved.format == "gguf" else str(error)
         raise ModelLoadError(text if text.startswith(where) else f"{where}: {text}") from error.__cause__
     ignored = [name for name in ("auto_map", "trust_remote_code") if fields.get(name)]

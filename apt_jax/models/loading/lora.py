@@ -40,7 +40,7 @@ _REFUSED = {
     "alora_invocation_tokens": "activated LoRA",
     "arrow_config": "routing between adapters",
 }
-"""Fields that must be unset, and the features that they request."""
+"""Fields that must be unset, and the feature that each requests."""
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 4096, 256, 3
 _MAX_NAME_CHARS = 1024
 """Longest accepted tensor name in characters: checks take longer for longer module names."""
@@ -79,8 +79,8 @@ def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelCo
         unknown = sorted(module for module in pairs if family.strip_prefix(module) not in places)
         if unknown:
             raise ModelLoadError(
-                f"{weights}: it changes {counted(len(unknown), 'module')} where this model has no linear layer, or none that adapters may "
-                f"change here ({format_names(unknown)})"
+                f"{weights}: it changes {counted(len(unknown), 'module')} where this model has no linear layer, or a layer that adapters "
+                f"cannot change here ({format_names(unknown)})"
             )
         matrices: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
         for module, tensors in pairs.items():
@@ -131,7 +131,9 @@ def _scales(fields: Mapping[str, Any], where: str) -> Callable[[str, int], float
     def scale(module: str, stored_rank: int) -> float:
         expected = ranks(module, float(rank))
         if expected != stored_rank:
-            raise refuse(f"rank {expected:g} is configured for {module!r:.120}, but its tensors have {stored_rank}")
+            raise refuse(
+                f"rank {expected:g} is configured for {module!r:.120}, but its tensors have rank {stored_rank}"
+            )
         return alphas(module, alpha) / (math.sqrt(stored_rank) if stabilised else stored_rank)
 
     return scale
@@ -166,7 +168,7 @@ def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[st
 
 
 def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str, str]]:
-    """Return the names of the tensors A and B by module, under the keys "A" and "B"."""
+    """Return a map from each module to the names of its two tensors, under the keys "A" and "B"."""
     pairs: dict[str, dict[str, str]] = {}
     for name, info in checkpoint.tensors.items():
         if len(name) > _MAX_NAME_CHARS:
@@ -210,7 +212,7 @@ def _check_targets(fields: Mapping[str, Any], pairs: Mapping[str, Any], where: s
 
 
 def _starts(module: str) -> list[int]:
-    """Return the indices at which the name's parts, separated by dots, begin."""
+    """Return the indices at which the dot-separated parts of the name start."""
     return [0] + [i + 1 for i, c in enumerate(module) if c == "."]
 
 
@@ -218,8 +220,8 @@ _Leaves = list[tuple[int, str, np.ndarray]]
 
 
 def _places(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, int, _Leaves]]:
-    """Return number of inputs, number of outputs, and matrices of each module, by its bare name; a matrix is given by
-    layer, field, and the indices of its outputs among those of the module."""
+    """Return a map from each module's bare name to its number of inputs, number of outputs, and matrices. A matrix is
+    given by its layer, its field, and the indices of its outputs among the module's outputs."""
     names = jax.tree.leaves(param_names(config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
     places: dict[str, tuple[int, int, _Leaves]] = {}
@@ -234,7 +236,7 @@ def _places(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, in
         stored = source.shape[::-1] if family.inputs_first else source.shape
         outputs = math.prod(stored) // inputs
         rows = np.arange(outputs)
-        if source.take is not None:  # applied to the outputs' numbers, `take` shows which it selects
+        if source.take is not None:  # applied to the outputs' indices, `take` shows which it selects
             numbers = np.broadcast_to(rows[:, None], (outputs, inputs))
             taken = source.take(numbers.T if family.inputs_first else numbers)
             rows = np.ascontiguousarray(taken[..., 0].reshape(-1))
@@ -258,8 +260,8 @@ def _checked_rank(
     rank = a[0] if a else 0
     if a != (rank, inputs) or b != (outputs, rank) or rank < 1:
         raise ModelLoadError(
-            f"{path}: {tensors['A']!r:.120} and B have {list(a)} and {list(b)}, not [r, {inputs}] and [{outputs}, r]; is it of "
-            "another model?"
+            f"{path}: {tensors['A']!r:.120} and B have {list(a)} and {list(b)}, not [r, {inputs}] and [{outputs}, r]; was it trained "
+            "for another model?"
         )
     if rank > max_rank:
         raise ModelLoadError(

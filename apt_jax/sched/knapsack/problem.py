@@ -44,7 +44,7 @@ class KnapsackProblem:
                 raise ValueError(f"cost.dtype={costs.dtype} must be an integer type: whole blocks")
             costs = costs.astype(np.int64)
         if values.size:
-            highest = values.max()  # NaN if any is
+            highest = values.max()  # NaN if any value is NaN
             if not highest < np.inf:
                 raise ValueError(f"value holds {highest}: it must be finite, or -inf where a kind is not offered")
             if costs.min() < 0:

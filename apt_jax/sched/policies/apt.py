@@ -25,7 +25,7 @@ from apt_jax.sched.view import Plan, SchedulerView
 
 
 class AptPolicy:
-    """The paper's policy: chooses the iteration type, then the requests and cache kinds that cut the most pending time.
+    """The paper's policy: it chooses the iteration type, then requests and cache kinds that cut the most pending time.
 
     *Iteration type* (§5). It is prefill if the waiting queue W has the higher cumulative pending time, else decode over
     the running queue R.
@@ -34,8 +34,8 @@ class AptPolicy:
     values of all requests in R.
 
     *Decode.* The policy solves the same knapsack over R with the whole pool. It chooses requests and kinds again in
-    every iteration. A request that is not chosen, or is chosen with another kind than it holds, loses its cache and
-    waits until a later prefill iteration recomputes it (§5, last paragraph).
+    every iteration. A request that is not chosen, or is chosen with a kind other than the one it holds, loses its cache
+    and waits until a later prefill iteration recomputes it (§5, last paragraph).
 
     *Values and solver.* Values follow Eq. 8, with the SLO-aware fallback (`option_values`). The solver is Algorithm 1
     of the appendix, which stops at the first increment that does not fit.
@@ -45,15 +45,15 @@ class AptPolicy:
     * With equal pending times, or if no request can start in a prefill iteration, the iteration is decode, as in the
       authors' code. If no request decodes, it is prefill.
     * The candidates of a prefill iteration are the requests of W that can start in it: in decreasing order of marginal
-      gain, up to the first that exceeds the tokens or slots of the step. So kinds are chosen only for requests that
-      start.
-    * A prompt longer than a step is computed in chunks. It counts as part of W, continues before other prompts, and the
+      gain, up to the first that exceeds the tokens or slots of the step. Kinds are therefore chosen only for requests
+      that start.
+    * A prompt longer than a step is computed in chunks. It counts as part of W and continues before other prompts. The
       blocks of its whole prompt are set aside in both constraints.
     * A request with a cached prefix costs only the blocks that must be free for it.
 
     Progress needs no further rule: a prefill iteration gives each of its requests a token, and a decode iteration
     either gives a request a token or empties the pool for a prefill. Requests that have violated their objectives only
-    get the capacity that other requests leave, so they may wait as long as the overload lasts (§6.6).
+    get the capacity left by other requests, so they may wait as long as the overload lasts (§6.6).
 
     Args:
         violation_decay: factor on the value of violated requests (§6.6 uses 0.4); 0: the near-zero constant (§4.2).
@@ -198,8 +198,9 @@ class AptPolicy:
         """Choose the `decoding` rows that continue.
 
         Returns:
-            (n,) mask of the rows that continue: the knapsack chooses them with the kind that they hold or, with
-            `convert`, moves them from the hidden kind to keys and values. And the (n,) mask of the rows that it moves.
+            The (n,) mask of the rows that continue, and the (n,) mask of those that change from the hidden kind to keys
+            and values. A row continues if the knapsack chooses it with the kind that it holds or, with `convert`,
+            changes its kind.
         """
         held = view.table.kind[decoding]
         needed = held_blocks_for(view, decoding, view.table.num_tokens[decoding])
@@ -219,7 +220,7 @@ class AptPolicy:
         decoding: Rows,
         keep: bool,
     ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """Return (n, num_kinds) values and blocks of running requests.
+        """Return the values and the numbers of blocks of running requests, two arrays of shape (n, num_kinds).
 
         For the kind that a request holds, blocks of shared prefixes are not counted.
         """
@@ -253,8 +254,9 @@ def can_begin(
     """Return indices into waiting `rows` of the requests that can start in this step, in decreasing order of marginal
     gain.
 
-    The gain of a request is the highest value per block of its options (Apt-Serve §5). The list ends before the first
-    prompt that does not fit the rest of the step; a prompt longer than a whole step takes the rest and is the last.
+    The gain of a request is the highest value per block among its options (Apt-Serve §5). The list ends before the
+    first prompt that does not fit the rest of the step; a prompt longer than a whole step takes the rest and is the
+    last.
 
     Args:
         view: the scheduler's view.

@@ -25,8 +25,8 @@ TBT_SHARE = 0.8
 """Share of a TBT objective that a step may take; the rest is a margin for steps that take longer than predicted."""
 
 URGENT_S = 0.8
-"""A waiting request may pause others only if it would be late in this many seconds; before that, a running request may
-finish on its own."""
+"""A waiting request may pause others only if it would be late after waiting this many seconds more; until then a
+running request may finish on its own."""
 
 RECOMPUTE_SHARE = 0.06
 """Share of the time that the recomputation of paused requests may take; pauses for lack of memory are charged too."""
@@ -35,8 +35,8 @@ RECOMPUTE_START_S, RECOMPUTE_MOST_S = 4.0, 10.0
 """Initial and maximum recomputation allowance in seconds; unspent allowance is saved for bursts."""
 
 LARGEST_SHARE = 0.05
-"""Share of the remaining allowance that a waiting request may use, so that a small allowance is spent on small
-requests. A prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute never pauses other requests."""
+"""Share of the remaining allowance that one waiting request may use; a small allowance is thus spent on small requests.
+A prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute never pauses other requests."""
 
 _FIRST = 1e6
 """Factor on a value that ranks it before all other values."""
@@ -45,10 +45,11 @@ RESERVE_TOKENS = 16
 """Number of further tokens per decoding request for which admission leaves blocks free."""
 
 GAP_S = 0.5
-"""Approximate time limit in seconds of a step that mixes prompts with decodes without an objective."""
+"""Approximate time limit in seconds of a step that mixes prompts with decodes that have no TBT objective."""
 
 LEFTOVER_TOKENS = 64
-"""Like `RESERVE_TOKENS`, for admitting a request that can no longer attain its SLOs and would be paused first."""
+"""Like `RESERVE_TOKENS`, but for the admission of requests that can no longer attain their SLOs and would be paused
+first."""
 
 
 class AptPlusPolicy:
@@ -59,21 +60,21 @@ class AptPlusPolicy:
        (Apt-Serve-S, §6.7). The prompt tokens of a step are limited so that, by the cost model, no request that can
        still attain its SLOs gets a gap above `TBT_SHARE` of its TBT objective. If requests without an objective decode,
        the limit of the step is `GAP_S`.
-    2. *Kind by the price of memory.* A request takes the hidden kind if the blocks that it saves, filled with more
-       requests, gain more than its slower reads cost (`kinds_by_cost`): always with absorption, hardly ever with
+    2. *Kind by the price of memory.* A request takes the hidden kind if filling the blocks that this saves with more
+       requests gains more than its slower reads cost (`kinds_by_cost`): always with absorption, hardly ever with
        reprojection.
-    3. *Admission.* The knapsack of Apt-Serve Eq. 7, with values p_i, chooses among the waiting requests that would be
-       on time if they started now. Requests that were paused in the middle of their answer and have no objective rank
-       before all others. Late requests get the blocks left after `LEFTOVER_TOKENS` of growth of every decoding request:
-       first requests without a token, then paused requests, each by arrival.
-    4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running requests whose
-       attainment does not depend on it: requests that have missed an objective, and requests with so many tokens that
-       one more late gap does not change their 99th percentile. No other request is paused for it. The latest arrivals
-       are paused first, because they have the most tokens left, so their memory is free for the longest time.
-       Recomputation of paused requests may take `RECOMPUTE_SHARE` of the time, so pauses cost at most a few per cent of
-       the throughput. If the next positions do not fit the pool, requests are paused in the same order.
+    3. *Admission.* The knapsack of Apt-Serve Eq. 7, with the pending times p_i as values, chooses among the waiting
+       requests that would be on time if they started now. Requests that were paused in the middle of their answer and
+       have no objective rank before all others. Late requests get the blocks that are left if every decoding request
+       can still grow by `LEFTOVER_TOKENS`: first requests without a token, then paused requests, each group by arrival.
+    4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running requests that lose no
+       attainment by a pause: requests that have missed an objective, and requests with so many tokens that one more
+       late gap does not make their 99th percentile late. It pauses no other requests. The latest arrivals are paused
+       first, because they have the most tokens left, so their memory is free for the longest time. Recomputation of
+       paused requests may take `RECOMPUTE_SHARE` of the time, so pauses cost at most a few per cent of the throughput.
+       If the next positions do not fit the pool, requests are paused in the same order.
     5. *Two classes.* Best-effort requests have no objectives. They are paused before all others, also for lack of
-       slots, pause no other request, get the memory left by all real-time requests, and do not shorten steps.
+       slots. They pause no other request, get only the memory left by real-time requests, and do not shorten steps.
 
     Args:
         violation_decay: factor on the value of late waiting requests (Apt-Serve §6.6); 0: they only get leftover
@@ -170,8 +171,8 @@ class AptPlusPolicy:
     def _pause_order(self, view: SchedulerView, decoding: Rows) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Return indices into `decoding` in the order of pausing, and the (n,) mask of rows that may pause freely.
 
-        A pause of such a row costs no attainment. With two classes, best-effort rows come first, then other rows that
-        may pause freely, then the rest; within each group the latest arrivals come first.
+        A row may pause freely if its pause costs no attainment. With two classes, best-effort rows come first, then
+        other rows that may pause freely, then the rest; within each group the latest arrivals come first.
         """
         is_free, low = self.may_wait(view, decoding), self._best_effort(view, decoding)
         return np.lexsort((-np.arange(decoding.size), ~is_free, ~low)), is_free
@@ -193,8 +194,9 @@ class AptPlusPolicy:
     def has_missed(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
         """Return the (n,) mask of requests that count as having missed an objective.
 
-        The first token was late, more gaps were late than are forgiven (later gaps in time can undo this if the 99th
-        percentile is what forgives), or the gap since the last token is already late.
+        A request counts if its first token was late, if the gap since its last token is already late, or if more gaps
+        were late than are forgiven; further gaps that are in time can undo the last, because longer outputs are
+        forgiven more.
         """
         table = view.table
         open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)
@@ -202,8 +204,10 @@ class AptPlusPolicy:
         return table.ttft_missed.take(rows) | over | open_late
 
     def _num_forgiven(self, num_outputs: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Return the (n,) numbers of late gaps that requests with `num_outputs` tokens may have: with g gaps the 99th
-        percentile is in time if at most g / 100 are late."""
+        """Return, for each request, how many gaps may be late without its missing the TBT objective.
+
+        That is 1 % of its gaps, because the objective is on their 99th percentile, and at most `forgiven_gaps`.
+        """
         allowed = 0.01 * np.maximum(num_outputs - 1, 0)
         return allowed if self.forgiven_gaps is None else np.minimum(allowed, self.forgiven_gaps)
 
@@ -216,7 +220,7 @@ class AptPlusPolicy:
         order: NDArray[np.intp],
         is_free: NDArray[np.bool_],
     ) -> int:
-        """Return how many rows of `order` pause so that next positions fit and urgent waiting requests can start."""
+        """Return how many of the first rows in `order` must pause to fit next positions and start urgent requests."""
         table = view.table
         if not decoding.size:
             return 0
@@ -228,10 +232,10 @@ class AptPlusPolicy:
         if lacking > 0:
             num_out = int(np.searchsorted(freed, lacking)) + 1
             if num_out >= decoding.size and grown[-1] <= view.total_blocks:
-                num_out = decoding.size - 1  # it continues in any case; prompts lose their cache
+                num_out = decoding.size - 1  # the last row continues; partly computed prompts lose their cache
         if waiting is None or not waiting.urgent.size:
             return num_out
-        # Freeing blocks for m tokens costs the recomputation of about as many.
+        # Freeing blocks for m tokens costs the recomputation of about m tokens.
         per_token_s, urgent = view.costs.prefill_per_token_s, waiting.urgent
         if per_token_s <= 0:  # the cost is unknown
             return num_out
@@ -242,7 +246,7 @@ class AptPlusPolicy:
         reserve = self._growth(view, decoding, self.reserve_tokens)
         wanted = np.cumsum(waiting.blocks[urgent])
         wanted += reserve - view.free_blocks + growth(view, partial)
-        # Pausing the first n of `order` frees the blocks that they hold and those that they would have taken next.
+        # Pausing the first n rows of `order` frees the blocks that they hold and those that they would take next.
         enough = np.where(wanted > 0, np.searchsorted(freed, wanted) + 1, 0)
         cost_s = np.cumsum(table.num_cached[decoding][order]) * per_token_s
         num_cheap = int(np.searchsorted(cost_s, self._allowance_s, side="right"))
@@ -329,8 +333,10 @@ class _Waiting:
 def prefill_s(
     view: SchedulerView, rows: Rows, kind: NDArray[np.int8], partial: Rows, decode_s: float
 ) -> NDArray[np.float64]:
-    """Return the (n,) seconds until the first token of each waiting row if it started now, after the partly computed
-    prompts in `partial`."""
+    """Return the (n,) seconds that each waiting row would take to its next token if it started now.
+
+    The partly computed prompts in `partial` are computed first.
+    """
     costs = view.costs
     tokens = view.remaining(rows, kind).astype(np.float64)
     cached = view.table.cached_prefix_tokens[rows, kind]
@@ -347,7 +353,7 @@ def prefill_s(
 def _keep_prompts(view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> tuple[Rows, Rows]:
     """Return the partly computed prompts that keep their cache, and the prompts that lose it.
 
-    The youngest prompts lose their cache as long as the next positions of `decoding` do not fit.
+    The youngest prompts lose their cache until the next positions of `decoding` fit.
     """
     have = view.free_blocks + int(view.table.num_blocks[preempt].sum())
     lacking = growth(view, decoding) - have
@@ -359,9 +365,9 @@ def _keep_prompts(view: SchedulerView, decoding: Rows, partial: Rows, preempt: R
 
 
 def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: int) -> int:
-    """Return the number of prompt tokens of a step that keeps the gaps of the rows in `attain` below their objectives.
+    """Return the maximum number of prompt tokens in a step that holds the `TBT_SHARE` limit for all rows in `attain`.
 
-    It is at least one block, so that prompts make progress even if an objective does not allow it.
+    It is at least one block, which lets prompts progress even if an objective allows fewer tokens.
     """
     costs = view.costs
     per_token_s = costs.prefill_per_token_s

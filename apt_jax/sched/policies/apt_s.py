@@ -33,9 +33,9 @@ class AptSPolicy(AptPolicy):
     prompts always continue, so the blocks of their whole prompts are set aside before both knapsacks.
 
     The paper says only that the iteration type is no longer decided, and that the result is better than that of the
-    policy with iteration types. With both decisions in every step this holds in five of the six cases of Fig. 11. With
-    one knapsack over both queues (`one_knapsack`) it holds in two: there waiting requests, whose pending times are
-    longer, evict running requests (docs/lab/reproduction.md).
+    policy with iteration types. With two knapsacks in every step this holds in five of the six cases of Fig. 11. With
+    one knapsack over both queues (`one_knapsack`) it holds in only two, because waiting requests, whose pending times
+    are longer, then evict running requests (docs/lab/reproduction.md).
 
     Args:
         violation_decay: see `AptPolicy`.

@@ -1,8 +1,8 @@
-"""BROS: real-time requests by remaining time, and best-effort requests in the capacity left (BROS §4, Algorithm 1).
+"""BROS: real-time requests by remaining time, then best-effort requests in the capacity left (BROS §4, Algorithm 1).
 
-If blocks are shared (`SchedulerView.takeable`; BROS §5), real-time requests take slots of best-effort requests, which
-are checkpointed. Without sharing, or if no more slots can be taken, a request that must free blocks is preempted as a
-whole.
+If blocks are shared (`SchedulerView.takeable`; BROS §5), real-time requests take groups of blocks from best-effort
+requests, after their contents were saved. Without sharing, or if no more groups can be taken, a request that must free
+blocks is preempted as a whole.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ BASE_BATCH = 128
 """Initial maximum number of requests per step: B_base (BROS §4.2)."""
 
 AGING_TOKENS_PER_S = 100.0
-"""Aging of best-effort requests: tokens to recompute that a second of waiting outweighs in their order."""
+"""Aging of best-effort requests: in their order, a second of waiting outweighs this many tokens to recompute."""
 
 RESERVE_TOKENS = 8
 """Number of further tokens per decoding request for which admission of best-effort requests leaves blocks free."""
@@ -44,12 +44,12 @@ BEST_EFFORT_TOKENS = 64
 """Number of output tokens that a best-effort request gets after it has waited for `best_effort_wait`."""
 
 AVERAGE_WEIGHT = 0.1
-"""Weight of the newest step in T_avg."""
+"""Weight of the newest step in the average step time T_avg."""
 
 Kinds = Literal["first", "by-cost"]
 
 MOST_REPLACEMENTS = 4
-"""Maximum number of real-time requests that best-effort requests replace in one step."""
+"""Default maximum number of real-time requests that best-effort requests replace in one step."""
 
 
 class BrosPolicy:
@@ -87,7 +87,8 @@ class BrosPolicy:
     *Blocks.* Real-time requests take free blocks, then groups that only best-effort requests use (`TakeableGroups`),
     then all blocks of best-effort requests, the latest arrivals first. If running requests still do not fit the pool,
     those with the most remaining time are preempted, partly computed prompts last. A waiting request takes no blocks
-    from a real-time request, whose recomputation would be late. A best-effort request takes only free blocks.
+    from a real-time request, because the latter would be late after its recomputation. A best-effort request takes only
+    free blocks.
 
     *Batch size.* It starts at `BASE_BATCH`, doubles after each step that was not cut short by time, and is reset
     otherwise. It is at most `max_num_seqs`: with 256 there are two sizes, with 1,024 four.
@@ -181,8 +182,7 @@ class BrosPolicy:
         )
 
     def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> Candidates:
-        """Return `rows` as candidates with their work in this step; `holds`: True if all rows hold cache, False if none
-        does."""
+        """Return `rows`, which all hold cache (`holds`) or all wait, as candidates with their work in this step."""
         table = view.table
         remaining = view.remaining(rows, kind)
         budget = np.int32(view.max_num_batched_tokens)
@@ -246,12 +246,12 @@ class BrosPolicy:
     def _is_late(self, view: SchedulerView, asked: Candidates) -> NDArray[np.bool_]:
         """Return the (n,) mask of candidates that would be late even in a step of their own.
 
-        They come after all other candidates and do not limit the time of the step.
+        Late candidates come after all other candidates and do not limit the time of the step.
         """
         return asked.slack_s < alone_s(view.costs, asked)
 
     def _pull_best_effort(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]) -> NDArray[np.intp]:
-        """Return indices into waiting best-effort `rows` by the cost to start, at most as many as the batch size."""
+        """Return indices into waiting best-effort `rows`, cheapest to start first, limited to the batch size."""
         table = view.table
         cost = self.aging_tokens_per_s * (table.last_token_s[rows] - view.now_s)
         again = table.num_preemptions[rows] > 0
@@ -334,7 +334,7 @@ class BrosPolicy:
     def _with_place(
         self, view: SchedulerView, step: Candidates, asked: Candidates, preempted: Rows, left: int, *, gives: bool
     ) -> tuple[Candidates, Rows]:
-        """Return the best-effort candidates for which there are blocks and slots, and the rows preempted for them.
+        """Return the best-effort candidates for which blocks and slots are free, and the rows preempted for them.
 
         Args:
             view: the scheduler's view.
@@ -348,7 +348,7 @@ class BrosPolicy:
         spare = left - int(need[holds].sum())
         waits = holds & (np.cumsum(np.where(holds, need, 0)) > left)
         if spare < 0 and view.takeable is not None and (step.rows.size or not waits[holds].all()):
-            return asked.take(holds & ~waits), preempted[:0]  # the others keep what they have, and are restored later
+            return asked.take(holds & ~waits), preempted[:0]  # the others keep their blocks, and are restored later
         if spare < 0:
             kept, more = _outgrown(view, asked.take(holds), left)
             return asked.take(among(view, asked.rows, kept)), more
@@ -372,7 +372,7 @@ class BrosPolicy:
         return asked.take(key.argsort(kind="stable"))
 
     def _goes(self, view: SchedulerView, step: Candidates, limit_s: float) -> bool:
-        """Return True if a step does not exceed the batch size, the tokens per step and `limit_s`."""
+        """Return True if a step is within the batch size, the tokens per step and `limit_s`."""
         return (
             step.rows.size <= self._batch_size
             and int(step.num_tokens.sum()) <= view.max_num_batched_tokens
@@ -388,7 +388,7 @@ class BrosPolicy:
         does not fit, it may get a chunk that fits; later prompts are left out, but later decodes that fit are not.
 
         Returns:
-            The step, whether time kept a candidate out, and whether a prompt was shortened.
+            The step, whether a candidate was left out for lack of time, and whether a prompt was shortened.
         """
         if not asked.rows.size or self._goes(view, asked, limit_s):
             return asked, False, False
@@ -455,7 +455,7 @@ class BrosPolicy:
 
 
 def _first(view: SchedulerView, asked: Candidates, overdue: Rows) -> Candidates:
-    """Return overdue candidates in the order of `overdue`, with their tokens of a step; drop candidates without any."""
+    """Return the candidates that get tokens in this step, in the order of `overdue`, with their numbers of tokens."""
     place = np.zeros(view.table.capacity, np.intp)
     place[overdue] = np.arange(overdue.size)
     asked = asked.take(place[asked.rows].argsort())
@@ -465,9 +465,9 @@ def _first(view: SchedulerView, asked: Candidates, overdue: Rows) -> Candidates:
 
 
 def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Rows, int]:
-    """Choose groups of best-effort requests that real-time requests of a step take if `short` blocks are missing.
+    """Choose the groups that a step's real-time requests take from best-effort requests if `short` blocks are missing.
 
-    Best-effort requests in the step, which are overdue, neither take nor lose groups.
+    Overdue requests, which are the best-effort requests in the step, neither take nor lose groups.
 
     Returns:
         The rows that lose groups, one entry per group, and the number of blocks that are still missing.
@@ -491,8 +491,7 @@ def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Ro
 
 
 def _without_groups(view: SchedulerView, asked: Candidates, lost: Rows) -> Candidates:
-    """Return the candidates with the blocks that replace taken groups added to their needs: one group per entry of
-    `lost`."""
+    """Return the candidates with larger needs: for each entry of `lost`, the blocks that replace a taken group."""
     again = np.bincount(lost, minlength=view.table.capacity)[asked.rows]
     blocks = (again * view.blocks_per_group[asked.kind]).astype(np.int32)
     return dataclasses.replace(asked, need=asked.need + blocks, load=asked.load + blocks)
@@ -516,9 +515,9 @@ def _reserve(view: SchedulerView, running: Rows) -> int:
 
 
 def _outgrown(view: SchedulerView, asked: Candidates, room: int) -> tuple[Rows, Rows]:
-    """Return the running rows that keep their cache when not all can, and the rows that lose it.
+    """Return the running rows that keep their cache if not all of them can, and the rows that lose it.
 
-    Partly computed prompts are kept first, by rank, so that they are completed; then the others in their order.
+    Partly computed prompts are kept first, by rank, to complete them; then the other rows in their order.
     """
     table = view.table
     under_way = view.remaining(asked.rows) > 1

@@ -20,14 +20,14 @@ class Candidates:
     num_tokens: NDArray[np.int32]
     start: NDArray[np.int32]
     slack_s: NDArray[np.float64]
-    """Seconds left until the deadline for the steps up to and including this one; inf for best-effort requests, -inf
-    for overdue requests."""
+    """Remaining time: seconds that this step may take if the request is to meet its deadline; inf for best-effort
+    requests, -inf for overdue requests."""
 
     holds: NDArray[np.bool_]
     """True if the request holds cache."""
     need: NDArray[np.int32]
-    """Blocks that the request must get: for its next positions, for its checkpointed blocks, or for the whole prompt if
-    it waits."""
+    """Blocks that the request must get: for its next positions or, if more, its checkpointed blocks; for the whole
+    prompt if it waits."""
     load: NDArray[np.int32]
     """Blocks that are copied from host memory before the request runs: M^cpu."""
 
@@ -59,7 +59,7 @@ class TokenGroups:
         self._since_s = np.zeros(0)
 
     def since_s(self, view: SchedulerView, rows: Rows, delivered: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Return the (n,) end times in seconds of the last complete groups; the arrival before the first token.
+        """Return the (n,) completion times in seconds of the last groups; before the first token, the arrivals.
 
         Args:
             view: the scheduler's view.
@@ -114,7 +114,7 @@ def iteration_s(costs: StepCosts, step: Candidates) -> float:
 
 
 def end_times_s(view: SchedulerView, asked: Candidates) -> NDArray[np.float64]:
-    """Return the (n,) times in seconds of steps of the first 1, 2, .. n candidates, including copies from the host."""
+    """Return the (n,) durations in seconds of steps of the first 1, 2, .. n candidates, with copies from the host."""
     step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
     if asked.load.any():
         loaded = asked.load.cumsum()
@@ -124,7 +124,7 @@ def end_times_s(view: SchedulerView, asked: Candidates) -> NDArray[np.float64]:
 
 
 def alone_s(costs: StepCosts, asked: Candidates) -> NDArray[np.float64]:
-    """Return the (n,) times in seconds of steps that hold only one candidate each."""
+    """Return the (n,) durations in seconds of steps with only one candidate each, without copies from the host."""
     c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
     hidden = asked.kind == HIDDEN
     decode_s = np.where(

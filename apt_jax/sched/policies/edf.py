@@ -43,8 +43,8 @@ class EdfPolicy:
     * A waiting request is admitted if the blocks of its whole prompt are free in addition to the blocks that running
       requests need in this step. The first request that does not fit ends the admission. No request is preempted for a
       waiting request: in an overload all waiting requests are overdue and would evict each other.
-    * If running requests do not fit, the requests with the latest deadlines lose their cache, among equal deadlines the
-      latest arrivals, and no request is admitted in that step.
+    * If running requests do not fit, the requests with the latest deadlines lose their cache (among equal deadlines,
+      the latest arrivals), and no request is admitted in that step.
 
     Overdue requests come first by this rule, so in an overload all requests become late.
 

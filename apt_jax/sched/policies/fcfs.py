@@ -16,14 +16,14 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 WATERMARK = 0.01
-"""Share of the pool that admission leaves free, so that running requests can grow a little before any is evicted."""
+"""Share of the pool that admission leaves free; running requests can grow into it before any is evicted."""
 
 
 class FcfsPolicy:
     """Prefills while the first waiting request fits, else decodes all running requests; evicts the latest arrival.
 
-    * Admission is strictly by arrival rank, which preempted requests keep. The first request that does not fit (blocks
-      of its prompt and one position, watermark, slots, tokens of the step) ends it.
+    * Admission is strictly by arrival rank, which preempted requests keep. Admission ends at the first request that
+      does not fit (blocks for its prompt and one more position, watermark, slots, tokens of the step).
     * A prompt longer than a step is computed in chunks, before any other request.
     * If the next positions do not fit the pool, running requests lose their cache, the latest arrival first, and are
       recomputed later.

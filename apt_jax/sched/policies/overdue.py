@@ -9,7 +9,7 @@ from apt_jax.sched.step_packer import Rows
 from apt_jax.sched.view import SchedulerView
 
 OVERDUE_SHARE = 8
-"""At most `max_num_seqs` / `OVERDUE_SHARE` requests, but at least one, are overdue at a time."""
+"""The limit on requests that are overdue at a time is `max_num_seqs` / `OVERDUE_SHARE`, but at least one."""
 
 CHUNK_SHARE = 4
 """Prompts of overdue requests get at most `max_num_batched_tokens` / `CHUNK_SHARE` tokens per step."""
@@ -18,9 +18,9 @@ CHUNK_SHARE = 4
 class OverdueRequests:
     """Keeps track of the overdue best-effort requests.
 
-    A request becomes overdue when it has had no new token for `wait_s` since its last token or its arrival. It stays
-    overdue until it has had `num_tokens` more tokens or has ended; then its wait starts again. At most `max_num_seqs` /
-    `OVERDUE_SHARE` requests are overdue at a time; those that have waited longest come first.
+    A request becomes overdue when `wait_s` have passed since its last token or, before its first token, its arrival. It
+    stays overdue until it has had `num_tokens` more tokens or has ended; then its wait starts again. At most
+    `max_num_seqs` / `OVERDUE_SHARE` requests are overdue at a time; those that have waited longest come first.
 
     Args:
         wait_s: seconds without a new token after which a request is overdue.
@@ -64,7 +64,7 @@ class OverdueRequests:
 
 
 def share_of_step(num_tokens: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
-    """Return the (n,) tokens of each overdue request in a step: one per decode, and prompts within their share.
+    """Return the (n,) tokens of overdue requests in a step: one for each decode; prompts share a limit (`CHUNK_SHARE`).
 
     Args:
         num_tokens: (n,) tokens that each request could compute, in order; 1 for a decode.

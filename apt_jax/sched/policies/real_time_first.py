@@ -1,4 +1,4 @@
-"""Wrapper for any policy that runs best-effort requests only in the capacity left by real-time requests."""
+"""Wrapper that makes any policy run best-effort requests only in the capacity left by real-time requests."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class RealTimeFirst:
        `MEMORY_S` after the last of them, because the first token of a new request must wait for the running step. A
        piece is long enough to reach `KEPT_SHARE` of the throughput of full prefill steps, by the cost model.
 
-    With requests of a single class it decides like the wrapped policy, except for rule 4.
+    If all requests have the same class, it decides like the wrapped policy, except for rule 4.
 
     Args:
         first: policy that schedules real-time requests.
@@ -40,7 +40,7 @@ class RealTimeFirst:
         self.first, self.rest = first, rest
         self.converts = converts(first)
         self._last_s = -np.inf
-        """Time of the last decision with a real-time request, seconds."""
+        """Time in seconds of the last decision with a real-time request."""
 
     def schedule(self, view: SchedulerView) -> Plan:
         best_effort = view.table.best_effort
@@ -58,7 +58,7 @@ class RealTimeFirst:
             waiting=view.waiting[~low_waiting],
             max_num_seqs=view.max_num_seqs - others.size,
         )
-        # The policy sees blocks of best-effort requests as free: policies require more blocks than one step takes.
+        # The policy sees blocks of best-effort requests as free: it may require more blocks than its step takes.
         free_blocks = view.free_blocks + int(view.table.num_blocks.take(others).sum())
         plan = self.first.schedule(dataclasses.replace(own, free_blocks=free_blocks, max_num_seqs=view.max_num_seqs))
         victims = _needed(own, plan, others)
@@ -118,7 +118,7 @@ def _needed(own: SchedulerView, plan: Plan, others: Rows) -> Rows:
 
 
 def _fitting(view: SchedulerView, plan: Plan) -> Plan:
-    """Return the plan without its last rows if they lack blocks, because a policy may assume that the whole pool is
+    """Return the plan up to the first row that lacks blocks, because a policy may assume that the whole pool is
     free."""
     have = view.free_blocks + int(view.table.num_blocks.take(plan.preempt).sum())
     fits = np.cumsum(_blocks_needed(view, plan)) <= have

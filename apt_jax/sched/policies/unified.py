@@ -30,11 +30,11 @@ class UnifiedPolicy:
 
     The steps of the paper and the arguments that select them:
 
-    1. *GroupRequests*: `first="decode"` makes the groups running in decode, running in prefill, waiting (Sarathi);
-       `"prefill"` makes running in prefill, waiting, running in decode (vLLM); `"nobody"` makes a single group of all
-       requests. Within a group `order` decides, ties by arrival; with `longest_first` decoding requests are ordered by
-       decreasing cache size instead.
-    2. *CheckHybridBatching*: without `hybrid` a candidate of another phase than the batch is skipped.
+    1. *GroupRequests*: `first="decode"` orders the groups as running in decode, running in prefill, waiting (Sarathi);
+       `"prefill"` as running in prefill, waiting, running in decode (vLLM); `"nobody"` makes a single group of all
+       requests. Within a group `order` decides, and arrival among equals; with `longest_first` decoding requests are
+       ordered by decreasing cache size instead.
+    2. *CheckHybridBatching*: without `hybrid` a candidate whose phase differs from the batch's is skipped.
     3. *CanAllocate*: a decode takes one of the C tokens of a step. A prefill must also fit P, in which all tokens of
        the batch count; with `chunked` it is cut to the rest of P. A decode needs memory for its next position, a
        prefill for its whole prompt, whose uncomputed part stays reserved while it runs. `reserve="all"` admits a
@@ -57,8 +57,8 @@ class UnifiedPolicy:
       could starve it.
     * A prompt longer than P is computed in chunks even without `chunked`, because it could never run otherwise.
 
-    Computation: only prefill candidates are visited one by one. For running requests the loop of steps 3 and 4 keeps a
-    prefix by priority: the longest one whose positions fit the pool.
+    Computation: only prefill candidates are visited one by one. For running requests the loop of steps 3 and 4 amounts
+    to keeping the longest prefix, by priority, whose positions fit the pool.
 
     *Estimates* (§6). `RequestTable.output_lengths` is the online histogram. A request with o outputs so far is expected
     to reach the mean length of the finished requests with more than o outputs, limited to its `max_tokens` (the sum
@@ -67,10 +67,10 @@ class UnifiedPolicy:
     at once) the estimates differ little: the run takes 1056 s with the mean, and 1057, 1061 and 1063 s with quantiles
     of 0.5, 0.7 and 0.9. With only `longest_first` it takes 1051 s and 212 evictions; with `sarathi`, 1060 s and 141.
 
-    *Ranks* (§4.6). The paper does not say which options its ranked schedulers have; here they have those of Sarathi.
+    *Ranks* (§4.6). The paper does not say which options its ranked schedulers use; here they use those of Sarathi.
 
     *Starvation.* All configurations serve by arrival, except `order="input"` and `"output"`. These prefer short
-    requests and never reach a long one while short ones keep the pool full.
+    requests and never reach a long request while short requests keep the pool full.
 
     Args:
         name: name of the policy.
@@ -265,7 +265,7 @@ class UnifiedPolicy:
         return expected - np.int32(1)
 
     def _means(self, view: SchedulerView) -> NDArray[np.float64]:
-        """Return the (longest + 1,) mean lengths of finished requests with more than o outputs, by o; 0: too few."""
+        """Return (longest + 1,) means: entry o is the mean length of requests with more than o outputs; 0: too few."""
         counts = view.table.output_lengths
         num = view.table.num_output_lengths
         if self._mean_length is None or num != self._num_lengths:
@@ -327,7 +327,7 @@ class _Prefills:
         self._kind = [self._kind[i] for i in kept]
 
     def plan(self, view: SchedulerView, decoding: Rows, preempt: Rows) -> Plan:
-        """Return the plan of the step, which also decodes one token of each of `decoding`."""
+        """Return the plan of the step, which also decodes one token for each of `decoding`."""
         if not self._rows:
             return decode_plan(view, decoding, preempt)
         rows = np.array(self._rows, np.int32)

@@ -25,9 +25,9 @@ class VllmV1Policy:
       it has left to compute, or the rest of the budget.
     * If the blocks for a running request are not free, the last running request loses its cache and is recomputed
       later, then the one before it, until the blocks are free. No request is admitted in such a step.
-    * Waiting requests, including preempted ones, follow in order of arrival. A request is admitted if its whole prompt
-      fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk if the budget runs out. No blocks are
-      reserved for the rest of that prompt. The first request that does not fit ends the admission.
+    * Waiting requests, including preempted requests, follow in order of arrival. A request is admitted if its whole
+      prompt fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk if the budget runs out. No
+      blocks are reserved for the rest of that prompt. The first request that does not fit ends the admission.
 
     The number of slots limits the running requests (`--max-num-seqs`), and `watermark` is 0, as in vLLM.
 
@@ -36,7 +36,7 @@ class VllmV1Policy:
     `tests/sched/policies/vllm_decisions.json` holds decisions of vLLM's own scheduler, which this policy reproduces.
 
     With `reserve` a request is admitted only if the pool can also hold the future tokens of this request and of all
-    running requests (`apt_jax.sched.reservation`), and decodes get their tokens of a step before partly computed
+    running requests (`apt_jax.sched.reservation`), and decodes get their tokens in a step before partly computed
     prompts.
 
     Args:
@@ -77,7 +77,7 @@ class VllmV1Policy:
         return step_plan(view, running, num_tokens, kind, preempt)
 
     def _shared(self, view: SchedulerView, rows: Rows, budget: int) -> NDArray[np.int32]:
-        """Return the (n,) tokens that running `rows` get of `budget`."""
+        """Return the (n,) numbers of tokens that running `rows` get from `budget`."""
         wanted = view.remaining(rows)
         if self.reservation is None or (wanted == 1).all():
             return share_tokens(wanted, budget)

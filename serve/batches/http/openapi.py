@@ -14,7 +14,7 @@ _EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "comp
 
 
 class BatchDescription:
-    """Part of the OpenAPI document about files and batches, a `serve.http_api.app_config.Description`."""
+    """The files and batches of the OpenAPI document; a `serve.http_api.app_config.Description`."""
 
     def __init__(self, config: BatchConfig) -> None:
         self._config = config
@@ -84,7 +84,7 @@ class BatchDescription:
 
 
 def _requests(config: BatchConfig) -> Schema:
-    """Return the schemas of request bodies, by name."""
+    """Return the schemas of request bodies, keyed by name."""
     metadata = {
         "type": ["object", "null"],
         "maxProperties": bounds.MAX_METADATA,
@@ -116,7 +116,7 @@ def _requests(config: BatchConfig) -> Schema:
 
 
 def _answers() -> Schema:
-    """Return the schemas of responses, by name."""
+    """Return the schemas of responses, keyed by name."""
     maybe_time, maybe_text = _TIME | {"type": ["integer", "null"]}, {"type": ["string", "null"]}
     file = closed({
         "id": STRING, "object": {"const": "file"}, "bytes": COUNT, "created_at": _TIME, "expires_at": maybe_time,

@@ -1,7 +1,7 @@
 """Uploads of files as ``multipart/form-data``, written to disk as they arrive.
 
-Memory use is limited to one piece read from the connection and one write. The size of the file, of each other field
-and of the whole form, the number of fields and the time are limited too.
+Memory use is limited to one piece read from the connection and one write. There are also limits on the size of the
+file, of each other field and of the whole form, on the number of fields and on the time.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ async def read_form(request: Request, directory: Path, config: BatchConfig, time
             `BatchConfig.upload_bytes_per_s`.
 
     Raises:
-        BadCallError: the content type is not that of a form, or the form is too large or too slow.
+        BadCallError: the content type is not multipart/form-data, or the form is too large or arrives too slowly.
         InvalidRequestError: the form is malformed or has no file.
         OSError: the content cannot be written.
         ClientDisconnect: the client has disconnected.

@@ -1,6 +1,6 @@
-"""Put load on a server and measure, as its clients do, latencies, SLO attainment and the sustained rate.
+"""Put load on a server and measure latencies, SLO attainment and the sustained rate as a client sees them.
 
-It works with apt-jax and with any other server that has vLLM's gRPC service or OpenAI's API.
+It works with apt-jax and with any other server that offers vLLM's gRPC service or OpenAI's API.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS", help="length of every output; with --prompts, for lines without output_tokens (default: 128)")
     group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens and class")
     group.add_argument("--output-scale", type=positive(float), metavar="FACTOR", default=1.0, help="factor by which output lengths of the trace are multiplied")
-    group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out requests of the trace with more prompt and output tokens in total (default for bundled traces: the server's maximum)")
+    group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out trace requests with more tokens than this, prompt plus output (default for bundled traces: the server's maximum)")
     group.add_argument("--vocab-size", type=positive(int), metavar="N", help="random prompts have token ids below this number (default with gRPC: the server's vocabulary size)")
     flags.add_request_field(group, "ignore_eos", action=argparse.BooleanOptionalAction, end=" (default: yes, except with --prompts)")
     flags.add_request_field(group, "temperature", type=options.not_negative, metavar="T", default=0.0)
@@ -78,12 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = group.add_mutually_exclusive_group()
     shape.add_argument("--burstiness", type=positive(float), metavar="B", help="shape of the Gamma distribution of gaps between arrivals (1: Poisson, below 1: bursts; default: recorded arrivals stretched to the rate, else 1)")
     shape.add_argument("--cv", type=positive(float), metavar="CV", help="burstiness as coefficient of variation, 1 / sqrt(B)")
-    group.add_argument("--max-concurrency", type=positive(int), metavar="N", help="maximum number of requests in flight; without a rate always this many (closed loop)")
+    group.add_argument("--max-concurrency", type=positive(int), metavar="N", help="maximum number of requests in flight; without a rate, this many are always in flight (closed loop)")
     group.add_argument("--num-requests", "--num-prompts", type=positive(int), metavar="N", help=f"number of requests (default: {_DEFAULT_REQUESTS}, unless --duration is given)")
     group.add_argument("--duration", type=positive(float), metavar="S", help="seconds after which no more requests are sent")
     group.add_argument("--seed", type=int, metavar="SEED", default=0, help="random seed of requests, prompts and arrivals")
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="number of warm-up requests before the run, sent one at a time and not counted")
-    group = parser.add_argument_group("SLO (sent with each request, judged by the client's clock)")
+    group = parser.add_argument_group("SLO (sent with each request, measured by the client)")
     for name in ("slo_ttft_ms", "slo_tbt_ms"):
         flags.add_request_field(group, name, type=positive(float), metavar="MS")
     group.add_argument("--slo-class", choices=load.CLASSES, help="class of requests without a class in the trace: real time or best effort (default: the server's)")
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search stops")
     group = parser.add_argument_group("results")
     group.add_argument("--save-csv", metavar="FILE", help="one row per request; with --find-rate one row per run")
-    group.add_argument("--save-json", "--json", metavar="FILE", help="summary with command, versions and date; -: to stdout, with everything else on stderr")
+    group.add_argument("--save-json", "--json", metavar="FILE", help="JSON summary with command, versions and date; -: to stdout, with everything else on stderr")
     group.add_argument("--save-png", metavar="FILE", help="PNG plot of TTFT, TBT and SLO attainment; with --find-rate, of SLO attainment against request rate")
     # fmt: on
 
@@ -260,7 +260,7 @@ def _interruptible(stop: asyncio.Event) -> Iterator[None]:
 async def _measure(
     args: argparse.Namespace, *, rate: float | None, seed: int, title: str, warm_ups: int
 ) -> tuple[Run, dict[str, Any]]:
-    """Measure one run; returns the run and facts about the server and the load."""
+    """Measure one run. Returns the run, and facts about the server and the load."""
     name, target = _backend(args)
     backend = await open_backend(name, target)
     stop = asyncio.Event()
@@ -354,7 +354,7 @@ def run(args: argparse.Namespace) -> int:
         _measure(args, rate=args.request_rate, seed=args.seed, title="requests", warm_ups=args.num_warmups)
     )  # fmt: skip
     if not run.outcomes and run.interrupted:
-        sys.stderr.write("apt-jax bench: interrupted before any request ended\n")
+        sys.stderr.write("apt-jax bench: interrupted before any request finished\n")
         return 130
     values = {**_head(args), **facts, **report.summary(run)}
     title = f"{facts['model']} at {facts['target']} ({facts['backend']}), {facts['load']['source']}"

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     config = options.engine_config(args)
     if args.describe and config.cache.mode == "hidden":
         raise CommandError("--describe needs the costs of the KV kind; use --cache kv or hybrid")
-    if args.describe and not args.describe.parent.is_dir():  # fail before measuring rather than after
+    if args.describe and not args.describe.parent.is_dir():  # fail before the measurement, not after it
         raise CommandError(f"cannot write {args.describe} (no such directory) (--describe)")
     bars = starting_bars()
     try:
@@ -68,19 +68,19 @@ def run(args: argparse.Namespace) -> int:
         f"step costs of {parts.model_name}",
         [
             ("prefill: base (ms)", f"{c.prefill_base_s * 1e3:.3f}"),
-            ("prefill: a token (µs)", f"{c.prefill_per_token_s * 1e6:.3f}"),
-            ("prefill: a token pair in attention (ns)", f"{c.prefill_per_pair_s * 1e9:.3f}"),
-            ("prefill: a cached kv token (ns)", f"{c.prefill_per_kv_prefix_s * 1e9:.3f}"),
-            ("prefill: a cached hidden token (ns)", f"{c.prefill_per_hidden_prefix_s * 1e9:.3f}"),
+            ("prefill: per token (µs)", f"{c.prefill_per_token_s * 1e6:.3f}"),
+            ("prefill: per token pair in attention (ns)", f"{c.prefill_per_pair_s * 1e9:.3f}"),
+            ("prefill: per cached kv token (ns)", f"{c.prefill_per_kv_prefix_s * 1e9:.3f}"),
+            ("prefill: per cached hidden token (ns)", f"{c.prefill_per_hidden_prefix_s * 1e9:.3f}"),
             ("decode: base (ms)", f"{c.decode_base_s * 1e3:.3f}"),
-            ("decode: a kv request (µs)", f"{c.decode_per_request_s * 1e6:.3f}"),
-            ("decode: a hidden request (µs)", f"{c.decode_per_hidden_request_s * 1e6:.3f}"),
-            ("decode: a cached kv token (ns)", f"{c.decode_per_token_s * 1e9:.3f}"),
-            ("decode: a cached hidden token (ns)", f"{c.decode_per_hidden_token_s * 1e9:.3f}"),
-            ("by token, prefill: fit", _quality(model.linear_prefill_quality)),
-            ("by token, decode: fit", _quality(model.linear_decode_quality)),
-            ("by program and tile, prefill: fit", _quality(model.prefill_quality)),
-            ("by program and tile, decode: fit", _quality(model.decode_quality)),
+            ("decode: per kv request (µs)", f"{c.decode_per_request_s * 1e6:.3f}"),
+            ("decode: per hidden request (µs)", f"{c.decode_per_hidden_request_s * 1e6:.3f}"),
+            ("decode: per cached kv token (ns)", f"{c.decode_per_token_s * 1e9:.3f}"),
+            ("decode: per cached hidden token (ns)", f"{c.decode_per_hidden_token_s * 1e9:.3f}"),
+            ("prefill: fit by token", _quality(model.linear_prefill_quality)),
+            ("decode: fit by token", _quality(model.linear_decode_quality)),
+            ("prefill: fit by program and tile", _quality(model.prefill_quality)),
+            ("decode: fit by program and tile", _quality(model.decode_quality)),
             ("stored in", path),
             *([("described in", args.describe)] if args.describe else []),
         ],

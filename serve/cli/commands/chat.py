@@ -1,7 +1,7 @@
 """Chat with a model in this process or on a server. Without a chat template, the model continues a plain transcript.
 
-Lines that begin with a slash are commands: /reset forgets the conversation; /quit, like Ctrl-D, ends it. If standard
-input is not a terminal, every line is a question, and only the answers are printed.
+Lines that begin with a slash are commands: /reset clears the conversation; /quit or Ctrl-D ends it. Other lines are
+questions. If standard input is not a terminal, only the answers are printed, without names.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class ChatSession(Protocol):
 
     @property
     def stop(self) -> str | None:
-        """Text at which an answer ends, besides the model's end tokens."""
+        """String at which an answer ends, in addition to the model's end tokens; None: no such string."""
         ...
 
     def prompt(self, question: str) -> str | list[dict[str, str]]: ...
@@ -71,7 +71,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def prompt(self, question: str) -> list[dict[str, str]]:
-        """Return the messages to answer."""
+        """Return the messages of the conversation, followed by the question."""
         return [*self._system, *self._messages, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
@@ -105,11 +105,11 @@ class Transcript:
 
     @property
     def stop(self) -> str:
-        """Text with which the model would begin the user's next question."""
+        """String with which the model would begin the user's next question."""
         return f"\n{self._you}:"
 
     def prompt(self, question: str) -> str:
-        """Return the text to complete."""
+        """Return the transcript, followed by the question, for the model to continue."""
         parts = [self._system] if self._system else []
         parts += [f"{self._you}: {q}\n{self._name}: {a}" for q, a in self._turns]
         return "\n".join([*parts, f"{self._you}: {question}\n{self._name}:"])
@@ -171,7 +171,7 @@ async def _answer(
     *,
     shown: bool,
 ) -> bool:
-    """Write the answer to a question; returns False if the model rejects the question."""
+    """Write the answer to a question. Returns False if the question is rejected."""
     parts: list[str] = []
     while True:
         stream = completer.stream(talk.prompt(question), **fields)

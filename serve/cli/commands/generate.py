@@ -1,4 +1,4 @@
-"""Complete prompts and print the completions: of a single prompt as it is generated, of several in order."""
+"""Complete prompts and print the completions: a single completion as it is generated, several in the prompts' order."""
 
 import argparse
 import asyncio
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_argument(parser, required=True)
     parser.add_argument("prompt", metavar="PROMPT", nargs="+", help="text to complete; -: stdin")
     options.add_target_argument(parser)
-    parser.add_argument("--quiet", action="store_true", help="print the completions only, no progress or timings")
+    parser.add_argument("--quiet", action="store_true", help="print only the completions, without progress or timings")
     parser.add_argument(
         "--no-warm-up",
         action="store_true",

@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="compile, serve 32 short requests, and print host time per iteration",
+        help="compile all programs, serve 32 short requests and print host time per iteration",
     )
     parser.add_argument(
         "--memory-plan",
         type=options.positive(float),
         metavar="GIB",
-        help="print how MODEL would be sharded over -tp devices with this much memory in GiB each and how many tokens its cache would hold, and exit; no device is needed",
+        help="print how MODEL would be sharded over -tp devices with this much memory each, in GiB, and how many tokens its cache would hold; then exit. No device is needed",
     )
     options.add_json_argument(parser)
     options.add_engine_arguments(parser)
@@ -257,7 +257,7 @@ def measure(parts: EngineComponents) -> dict[str, Any]:
 
 
 def server_facts(stats: pb.GetStatsResponse) -> dict[str, Any]:
-    """Return all fields of a server's statistics, by name."""
+    """Return all fields of a server's statistics, keyed by name."""
     facts: dict[str, Any] = {}
     for field in pb.GetStatsResponse.DESCRIPTOR.fields:
         if field.has_presence and not stats.HasField(field.name):

@@ -1,5 +1,6 @@
-"""Serve a model with several replicas behind one address: each replica is an `apt-jax serve` on its own devices, and
-the gateway smg routes requests to them. Takes every flag of `apt-jax serve`; --host and --port apply to the gateway.
+"""Serve a model with several replicas behind one address: each replica is an `apt-jax serve` process on its own
+devices, and the gateway smg routes requests to them. Takes every flag of `apt-jax serve`; --host and --port apply to
+the gateway.
 
 A process that exits is restarted. On SIGTERM, open requests finish and the launcher exits with code 0; a second SIGTERM
 makes it exit at once. SIGHUP is passed on to the replicas.

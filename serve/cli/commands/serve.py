@@ -56,7 +56,7 @@ from serve.server import (
 
 if TYPE_CHECKING:
     from serve.batches.http import Batches
-    from serve.observability.tracing import Tracer  # it needs the extra `otel`
+    from serve.observability.tracing import Tracer  # requires the extra `otel`
 
 logger = logging.getLogger(__name__)
 _PATH_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._~")
@@ -81,11 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="HOST", default=ServerConfig().host, help="address to listen on")
     group.add_argument(
-        "--grpc-port", type=int, metavar="PORT", default=ServerConfig().port, help="gRPC port; 0: any free one"
+        "--grpc-port", type=int, metavar="PORT", default=ServerConfig().port, help="gRPC port; 0: any free port"
     )
     group.add_argument(
         "--port", dest="http_port", type=int, metavar="PORT", default=HttpConfig().port,
-        help="HTTP port; 0: any free one",
+        help="HTTP port; 0: any free port",
     )  # fmt: skip
     group.add_argument("--http-host", metavar="HOST", help="HTTP address to listen on (default: --host)")
     group.add_argument(
@@ -97,11 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
     group.add_argument(
         "--tool-call-parser", choices=("auto", *CALL_PARSERS, "none"), default="auto",
-        help="parser for tool calls; auto: by the model's chat template; none: calls stay in the text",
+        help="parser for tool calls; auto: chosen by the model's chat template; none: calls stay in the text",
     )  # fmt: skip
     group.add_argument(
         "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
-        help="how reasoning is separated from the answer; auto: by the model's chat template; deepseek_r1: outputs begin with reasoning; none: it stays in the text",
+        help="parser that separates reasoning from the answer; auto: chosen by the model's chat template; deepseek_r1: outputs begin with reasoning; none: reasoning stays in the text",
     )  # fmt: skip
     settings.add_argument(
         "--dashboard",
@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     settings.add_argument(
         "--step-timeout", type=options.positive(float), metavar="S", default=30.0,
-        help="seconds after which a step counts as hung, at least 20 times the 99th percentile of recent step times and 20 times the expected time of a full step; open requests then fail, and the server exits with code 1",
+        help="seconds after which a step counts as hung; raised to 20 times the larger of the recent 99th-percentile step time and the expected time of a full step. If a step hangs, open requests fail and the server exits with code 1",
     )  # fmt: skip
     settings.add_argument(
         "--client-timeout", type=options.positive(float), metavar="S", default=4.0,
@@ -284,7 +284,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
     config = dataclasses.replace(
         options.engine_config(args), tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser
     )
-    if args.batch_dir is not None:  # requests of batches are best effort
+    if args.batch_dir is not None:  # batch requests are best effort
         config = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, best_effort_last=True))
     if args.headless != (args.node_rank > 0):
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
@@ -304,7 +304,7 @@ def _check_uds(args: argparse.Namespace) -> None:
 
 
 def _http_host(args: argparse.Namespace) -> str:
-    """Return the host that HTTP listens on; localhost for a unix socket."""
+    """Return the host that the HTTP server listens on; localhost for a Unix socket."""
     return "localhost" if args.uds is not None else args.http_host or args.host
 
 
@@ -381,9 +381,9 @@ def _run(args: argparse.Namespace) -> int:
     if code in (None, 0):
         hosts.end()
     sys.stdout.flush()
-    if code is None:  # stopped while the model was loading: that thread cannot be stopped in any other way
+    if code is None:  # stopped while the model was loading: the loading thread cannot be stopped in any other way
         os._exit(0)
-    if code == ENGINE_LOST or busy.is_set():  # nor can the thread of a hung step or of a compiler
+    if code == ENGINE_LOST or busy.is_set():  # nor can a thread that runs a hung step or compiles
         sys.stderr.flush()
         os._exit(code)
     return code

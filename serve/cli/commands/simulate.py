@@ -37,7 +37,7 @@ def _list_of(kind: Any) -> Any:
     def convert(text: str) -> list[Any]:
         values = [kind(part) for part in text.split(",") if part]
         if not values:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} holds nothing")
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is an empty list")
         return values
 
     return convert
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of seeds, starting at --seed (default: 1; 3 with --find-rate)",
     )  # fmt: skip
     group.add_argument("--workers", type=positive(int), metavar="N", help="number of processes (default: one per core)")
-    group.add_argument("--store", metavar="FILE", help="file of finished runs, which are not run again")
+    group.add_argument("--store", metavar="FILE", help="file that keeps finished runs, so that they are not run again")
     group.add_argument("--png", metavar="FILE", help="PNG plot of SLO attainment against request rate (needs --rates)")
     options.add_json_argument(parser)
 
@@ -97,7 +97,7 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Reject arguments that would be ignored or counted twice, and a PNG file that cannot be written."""
+    """Reject arguments that would be ignored or used twice, and a PNG path that cannot be written."""
     ways = {"--rate": args.rate, "--rates": args.rates, "--find-rate": args.find_rate}
     given = [flag for flag, value in ways.items() if value is not None]
     if len(given) > 1:
@@ -220,7 +220,7 @@ def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], ru
     strict: dict[tuple[str, float | None], list[float]] = {}
     for config, values in zip(grid, runs, strict=True):
         cells.setdefault((config.policy, config.rate), []).append(100 * values["slo_attainment"])
-        if "strict_attainment" in values:  # runs kept by an earlier version do not have it
+        if "strict_attainment" in values:  # absent in runs stored by earlier versions
             strict.setdefault((config.policy, config.rate), []).append(100 * values["strict_attainment"])
     rates = list(dict.fromkeys(config.rate for config in grid))
     policies = list(dict.fromkeys(config.policy for config in grid))
@@ -251,7 +251,7 @@ def _table(
     rates: Sequence[float | None],
     cells: dict[tuple[str, float | None], list[float]],
 ) -> Table:
-    """Return the table of means and standard deviations over seeds, policies by rates."""
+    """Return a table of means and standard deviations over seeds, with a row per policy and a column per rate."""
     table = Table(title=title, box=None, title_justify="left", title_style="bold")
     table.add_column("requests/s")
     for rate in rates:

@@ -1,8 +1,8 @@
 """Converts messages of Anthropic's API, which consist of content blocks, to messages of a chat completion.
 
 Tool results in a user's message become separate messages, in the order of the blocks. Consecutive messages of the same
-role become one turn, as in Anthropic's API. Thinking blocks become `reasoning_content`, which the chat template shows or
-leaves out.
+role are merged, as in Anthropic's API. Thinking blocks become `reasoning_content`; the chat template determines whether
+it is part of the prompt.
 """
 
 import json
@@ -21,7 +21,7 @@ BLOCKS = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking", "server_tool_use", "mcp_tool_use"),
     "system": ("text",),
 }
-"""Supported block types by role. The assistant's messages may also have results of tools that another server ran."""
+"""Supported block types for each role. An assistant message may also have results of tools that another server ran."""
 _RESULT = "_tool_result"
 _BILLING = "x-anthropic-billing-header:"
 """Start of the first line of Claude Code's system prompt. The line differs in every request and would prevent prefix
@@ -29,7 +29,7 @@ cache hits."""
 _BILLING_FIELD = re.compile(r" ?[a-z_]{1,32}=[^;\s]{0,256}")
 _MAX_BILLING_FIELDS = 16
 BETWEEN_TURNS = "\n\n"
-"""Separator between the texts of consecutive messages of the same role."""
+"""Separator between the texts of merged messages."""
 
 Message = dict[str, Any]
 
@@ -58,7 +58,7 @@ def messages_of(system: object, given: object) -> list[Message]:
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list):
-            raise InvalidRequestError(field, "has content that is neither a text nor a list of blocks")
+            raise InvalidRequestError(field, "has content that is neither text nor a list of blocks")
         turn = _turn(made, role, content)
         for at, block in enumerate(content):
             turn = _add(made, turn, role, f"{field}.content[{at}]", block)
@@ -69,7 +69,7 @@ def messages_of(system: object, given: object) -> list[Message]:
 
 
 def _turn(made: list[Message], role: str, blocks: list[Any]) -> Message:
-    """Return the message that these blocks belong to: the last message if it has the same role, else a new message."""
+    """Return the message to add these blocks to: the last message if it has the same role, else a new message."""
     if made and made[-1]["role"] == role and role != "system":
         turn = made[-1]
         text_first = blocks and isinstance(blocks[0], Mapping) and blocks[0].get("type") == "text"
@@ -81,7 +81,7 @@ def _turn(made: list[Message], role: str, blocks: list[Any]) -> Message:
 
 
 def _add(made: list[Message], turn: Message, role: str, field: str, block: object) -> Message:
-    """Add a content block to the conversation. Returns the message that the next block belongs to."""
+    """Add a content block to the conversation. Returns the message to add the next block to."""
     if not isinstance(block, Mapping):
         raise InvalidRequestError(field, f"{json_kind(block)} is not a block")
     kind = block.get("type")
@@ -141,8 +141,8 @@ def _without_billing(content: Any) -> Any:
 
 
 def _shown(content: object) -> str:
-    """Return the result of a tool that another server ran, as text: its texts, and other items as JSON without encrypted
-    fields."""
+    """Convert the result of a tool that another server ran to text: items with text to their text, and other items to
+    JSON without encrypted fields."""
     items = content if isinstance(content, list) else [content]
     texts = []
     for item in items:
@@ -156,11 +156,11 @@ def _shown(content: object) -> str:
 
 
 def _texts(field: str, content: object) -> object:
-    """Return a text unchanged, or text blocks as text parts of a chat completion."""
+    """Return a string unchanged; convert a list of text blocks to text parts of a chat completion."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(field, f"{json_kind(content)} is neither a text nor a list of blocks")
+        raise InvalidRequestError(field, f"{json_kind(content)} is neither text nor a list of blocks")
     parts = []
     for at, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None

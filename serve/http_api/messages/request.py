@@ -32,7 +32,7 @@ ID_PREFIX = "msg_"
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 DISPLAYS = ("summarized", "omitted")
 USED_TIERS = {"default": "standard", "flex": "batch", "priority": "priority"}
-"""Service tiers in responses (`serve.slo_headers.USED_TIERS`), and Anthropic's names for them."""
+"""Maps service tiers in responses (`serve.slo_headers.USED_TIERS`) to Anthropic's names for them."""
 MAX_TEMPERATURE = 1.0
 MAX_USER_ID_CHARS = 512
 
@@ -101,7 +101,9 @@ def _tool() -> Schema:
     }
     described = object_of(fields, required=("name", "input_schema"))
     other = object_of({"type": {"type": "string", "pattern": f"^{OTHER_PATTERN}$"}}, required=("type",))
-    return {"anyOf": [described, other | {"description": "Left out, because the server does not run it."}]}
+    return {
+        "anyOf": [described, other | {"description": "Left out of the prompt, because the server does not run it."}]
+    }
 
 
 def _choice() -> Schema:
@@ -153,7 +155,7 @@ class CountTokensBody(SharedBody):
     tools: Annotated[Any, fixed(or_null(list_of(_tool(), 0, MAX_TOOLS)))] = None
     tool_choice: Annotated[Any, fixed(or_null(_choice()))] = None
     thinking: Annotated[
-        Any, shaped(lambda _: or_null(_thinking()), "Turns thinking on or off; its length is not limited.")
+        Any, shaped(lambda _: or_null(_thinking()), "Turns thinking on or off; `budget_tokens` has no effect.")
     ] = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -216,7 +218,7 @@ def read_call(
 
 
 def count_tokens(parts: EngineComponents, body: Body) -> bytes:
-    """Count the tokens of the prompt of a body. Returns the body of the response.
+    """Count the prompt tokens of a body. Returns the response body.
 
     Raises:
         InvalidRequestError, UnknownModelError: see `read_call`.
@@ -231,7 +233,8 @@ def count_tokens(parts: EngineComponents, body: Body) -> bytes:
 
 
 def _conversation(asked: CountTokensBody, body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the chat completion that determine its prompt, and the fields of its constraint."""
+    """Return the fields of the equivalent chat completion, and the fields of its constraint. The fields do not include
+    `max_tokens`, `temperature`, `stop` and `service_tier`."""
     chat = chat_fields(asked)
     for name in ("temperature", "service_tier"):
         chat.pop(name)
@@ -250,7 +253,7 @@ def _conversation(asked: CountTokensBody, body: Body) -> tuple[dict[str, Any], d
 
 
 def _take_output_config(asked: CountTokensBody, chat: dict[str, Any]) -> dict[str, Any]:
-    """Put the effort of `output_config` into the fields of a chat completion. Returns the fields of the constraint."""
+    """Set the effort of `output_config` in the fields of a chat completion. Returns the constraint for its format."""
     config = asked.output_config or OutputConfig()
     wanted, field = config.format, "output_config.format"
     if asked.output_format is not None:  # the older name

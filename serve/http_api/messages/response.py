@@ -1,4 +1,4 @@
-"""Responses of Anthropic's Messages API, streamed as events or as one body.
+"""Responses of Anthropic's Messages API, streamed as events or sent as one body.
 
 A response is a list of blocks: reasoning (`thinking`), text (`text`) and tool calls (`tool_use`). At most one block is
 open at a time.
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class MessagesResponse:
-    """Builds the response to one call; a `serve.http_api.endpoints.ResponseBuilder`.
+    """Builds the response to one call; implements `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
         parts: the engine's components; not used.
@@ -97,7 +97,7 @@ class MessagesResponse:
 
 
 class _Block:
-    """A content block of the response; a `serve.http_api.item_stream.Item`."""
+    """A content block of the response; implements `serve.http_api.item_stream.Item`."""
 
     def __init__(self, event: OutputEvent, index: int, hides_thinking: bool) -> None:
         self._index, self._pieces = index, []
@@ -138,8 +138,8 @@ class _Block:
 
 
 def object_of_arguments(arguments: str) -> Json:
-    """Return the arguments of a tool call as an object; empty if they are not valid JSON, for example because the output
-    was cut off at its maximum length."""
+    """Return the arguments of a tool call as an object; empty if they are not a valid JSON object, for example because
+    the output was cut off at its maximum length."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

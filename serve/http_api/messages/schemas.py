@@ -20,8 +20,8 @@ COUNT_EXAMPLES: Schema = {"text": {"value": {"messages": _HELLO}}}
 
 
 def answers(served: Schema) -> dict[str, Schema]:
-    """Return the schemas of responses and events, by name. Objects allow no further fields, so that every field is
-    documented.
+    """Return the schemas of responses and events, keyed by name. Objects allow no other fields, so every field must be
+    listed.
 
     Args:
         served: schema of the field `aptjax`.

@@ -20,7 +20,7 @@ Tool = dict[str, Any]
 
 
 def chat_tools(tools: object) -> list[Tool]:
-    """Return the tools in the format of chat completions. Anthropic's predefined tools are left out if there are others.
+    """Return the tools in the format of chat completions, without Anthropic's predefined tools.
 
     Raises:
         InvalidRequestError: a tool is malformed, or all tools are predefined by Anthropic.
@@ -47,7 +47,7 @@ def chat_tools(tools: object) -> list[Tool]:
             continue
         name, schema, strict = tool.get("name"), tool.get("input_schema"), tool.get("strict")
         if not isinstance(name, str) or not isinstance(schema, Mapping):
-            raise InvalidRequestError(field, "must have a name and an input_schema, which is an object")
+            raise InvalidRequestError(field, "must have a name, and an input_schema that is an object")
         facts = {"name": name, "description": tool.get("description"), "parameters": schema}
         if strict is not None:
             facts["strict"] = check_flag(f"{field}.strict", strict)
@@ -57,7 +57,7 @@ def chat_tools(tools: object) -> list[Tool]:
 
 
 def chat_choice(choice: object) -> tuple[object, bool | None]:
-    """Return `tool_choice` and `parallel_tool_calls` of a chat completion for a `tool_choice` of Anthropic's API.
+    """Convert `tool_choice` of Anthropic's API to `tool_choice` and `parallel_tool_calls` of a chat completion.
 
     Raises:
         InvalidRequestError: `choice` is malformed.

@@ -1,4 +1,4 @@
-"""Descriptions of the served model for Ollama's ``/api/tags``, ``/api/ps`` and ``/api/show``, and ``/api/version``."""
+"""Response bodies of Ollama's ``/api/tags``, ``/api/ps``, ``/api/show`` and ``/api/version``."""
 
 import datetime
 import hashlib
@@ -75,7 +75,7 @@ def show(parts: EngineComponents, body: Body) -> bytes:
 
 
 def capabilities(parts: EngineComponents) -> list[str]:
-    """Return the capabilities of the model, by Ollama's names."""
+    """Return Ollama's names of the capabilities that the model has."""
     source = "" if parts.chat_template is None else parts.chat_template.source
     found = {
         "completion": True,

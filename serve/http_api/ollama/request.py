@@ -1,7 +1,7 @@
 """Request bodies of Ollama's API, and their conversion to completions, chat completions and embeddings.
 
-Options for loading a model are ignored, because the server's flags decide that. Sampling options that are not given have
-Ollama's defaults.
+Options for loading a model are ignored, because the server's flags determine how it is loaded. Sampling options that
+are not given have Ollama's defaults.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ _OPTIONS = "options."
 
 
 class Options(Record):
-    """Sampling options. Options for loading a model are ignored, because the server's flags decide that."""
+    """Sampling options. Options for loading a model are ignored, because the server's flags replace them."""
 
     refused: ClassVar = {name: REFUSED[name] for name in ("mirostat", "tfs_z", "typical_p")}
     temperature: EngineField = None
@@ -104,7 +104,7 @@ class ShowBody(Record):
 
 
 class _NamedBody(Addressed):
-    """Fields of all bodies except for ``/api/show``."""
+    """Fields of the bodies of all endpoints except ``/api/show``."""
 
     model: Annotated[Any, shaped(_names)] = None
     name: Annotated[Any, HIDDEN] = None
@@ -137,7 +137,7 @@ class GenerateBody(_AnswerBody):
 
 
 class EmbedBody(_NamedBody):
-    needed: ClassVar = {"input": "missing; give a text or texts"}
+    needed: ClassVar = {"input": "missing; give a text or a list of texts"}
     input: Annotated[Any, shaped(lambda facts: {"anyOf": [TEXT, list_of(TEXT, 1, facts.max_sequences)]})] = None
     truncate: Flag = None
     dimensions: embeddings.Dimensions = None
@@ -165,12 +165,12 @@ class OllamaCall(TranslatedCall):
 
 
 def is_slow_embedding(body: Body) -> bool:
-    """Return whether `read_embed` tokenizes long texts and so must run in a thread."""
+    """Return whether `read_embed` must run in a thread because it tokenizes long text."""
     return embeddings.is_slow({"input": body.get("input", body.get("prompt"))})
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether reading the body may render a chat template or tokenize long texts and so must run in a thread."""
+    """Return whether the body must be read in a thread, because it may need a chat template or contain long text."""
     prompt = body.get("prompt")
     return not (body.get("raw") is True and isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS)
 
@@ -232,7 +232,7 @@ def read_generate(
 def read_embed(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None
 ) -> embeddings.EmbeddingsCall:
-    """Check a body of ``/api/embed``, or of the older ``/api/embeddings`` with one `prompt`, and build its requests.
+    """Check a body of ``/api/embed``, or of the older ``/api/embeddings`` with its `prompt`, and build its requests.
 
     Raises:
         InvalidRequestError, UnknownModelError: see `read_chat_call`.
@@ -241,7 +241,7 @@ def read_embed(
     asked = read(EmbedBody if name == "input" else OldEmbedBody, body)
     texts = asked.input if isinstance(asked, EmbedBody) else asked.prompt
     if texts == []:
-        raise InvalidRequestError(name, "missing; give a text or texts")
+        raise InvalidRequestError(name, "missing; give a text or a list of texts")
     wrong = next((text for text in (texts if isinstance(texts, list) else [texts]) if not isinstance(text, str)), None)
     if wrong is not None:
         raise InvalidRequestError(name, f"{json_kind(wrong)} is not text")
@@ -256,7 +256,7 @@ def read_embed(
 
 
 def served_name(parts: EngineComponents, body: _NamedBody | ShowBody) -> object:
-    """Return the model name in a body. ``:latest`` is removed if the name is served only without it.
+    """Return the model name in a body, without ``:latest`` if only the name without it is served.
 
     Raises:
         InvalidRequestError: the name is not text.
@@ -335,7 +335,7 @@ def _fields(parts: EngineComponents, asked: _AnswerBody) -> tuple[Json, Json]:
 
 
 def _thinking(think: object) -> Json:
-    """Return the fields of a chat completion that set whether and how much the model thinks."""
+    """Return the fields of a chat completion that turn thinking on or off and set its effort."""
     fields: Json = {}
     if isinstance(think, str) and think in EFFORTS:
         set_thinking(fields, True)
@@ -391,8 +391,8 @@ def _load(
     arrival_s: float,
     tenant: str | None,
 ) -> OllamaCall:
-    """Return a call without a prompt, which Ollama's clients send to load the model: one token is generated but not
-    shown."""
+    """Build the call for a body without a prompt, which Ollama's clients send to load the model. One token is generated
+    but not shown."""
     fields, _ = _fields(parts, asked)
     _thinking(asked.think)
     carries = {name: fields[name] for name in Addressed.__struct_fields__}

@@ -1,4 +1,4 @@
-"""Responses of Ollama's API, streamed as one JSON object per line or as a single object."""
+"""Responses of Ollama's API, streamed as one JSON object per line or sent as a single object."""
 
 import datetime
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 class OllamaResponse:
-    """Builds the response to one call; a `serve.http_api.endpoints.ResponseBuilder`.
+    """Builds the response to one call; implements `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
         parts: the engine's components.
@@ -60,7 +60,7 @@ class OllamaResponse:
     # --- output
 
     def _push(self, delta: OutputDelta, *, whole: bool = False) -> Json:
-        """Process new output. Returns its fields in the response; empty if it has no new text or call and `whole` is
+        """Process new output. Returns the response fields for it; empty if it has no new text or call and `whole` is
         false."""
         if delta.finish_reason not in (None, "stop", "length"):
             raise RequestFailedError("the request was aborted")
@@ -88,7 +88,7 @@ class OllamaResponse:
         return self._said("".join(content), "".join(thinking), calls) | self._rest()
 
     def _closed(self) -> list[Json]:
-        """End the open tool call. Returns it as a list of one call; empty if no call is open."""
+        """End the open tool call. Returns a list of that call; empty if no call is open."""
         if self._open is None:
             return []
         (start, pieces), self._open = self._open, None
@@ -103,7 +103,7 @@ class OllamaResponse:
         return {"message": message | ({"tool_calls": calls} if calls else {})}
 
     def _rest(self) -> Json:
-        """Return the field with log probabilities of tokens since the last line; empty if there are none."""
+        """Return the field with the log probabilities that have not been sent yet; empty if all have been sent."""
         logprobs, self._logprobs = self._logprobs, []
         return {"logprobs": logprobs} if logprobs else {}
 
@@ -157,7 +157,7 @@ class OldEmbedResponse(EmbedResponse):
 
 
 def durations(metrics: RequestMetrics) -> dict[str, int]:
-    """Return the durations of a finished request in nanoseconds: in total, of its prompt and of its output."""
+    """Return the durations of a finished request in nanoseconds: in total, for its prompt and for its output."""
     begun, ended = metrics.arrival_s, metrics.finished_s
     times = metrics.token_times_s
     scheduled = begun if metrics.first_scheduled_s is None else metrics.first_scheduled_s

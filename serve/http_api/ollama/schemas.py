@@ -15,7 +15,7 @@ EXAMPLES: Schema = {
 
 
 def answers() -> dict[str, Schema]:
-    """Return the schemas of responses, by name. Objects allow no further fields, so that every field is documented."""
+    """Return the schemas of responses, keyed by name. Objects allow no other fields, so every field must be listed."""
     durations = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
     counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), COUNT)
     named = {"token": STRING, "logprob": {"type": "number"}, "bytes": many(COUNT)}

@@ -1,7 +1,8 @@
 """Converts input items of the Responses API to the messages of a chat completion.
 
-Function calls are added to the assistant's message before them, or to a new message without text. Reasoning becomes
-`reasoning_content` of the assistant's message after it, which the chat template shows or leaves out.
+A function call is added to the preceding message if that is the assistant's, else to a new message without text.
+Reasoning becomes the `reasoning_content` of the assistant's message that follows; the chat template determines whether
+it is part of the prompt.
 """
 
 import json
@@ -118,7 +119,7 @@ def _add_call(messages: list[Message], call: dict[str, Any]) -> None:
 
 
 def _is_thought(messages: list[Message]) -> bool:
-    """True if the last message has only reasoning, without content or tool calls."""
+    """Return whether the last message has only reasoning, without content or tool calls."""
     last = messages[-1] if messages else {}
     return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
 
@@ -137,11 +138,11 @@ def _reasoning(field: str, item: Mapping[str, Any]) -> str:
 
 
 def _content(field: str, content: object) -> object:
-    """Return a text unchanged, or text parts in the format of chat completions."""
+    """Return a string unchanged; convert a list of text parts to the format of chat completions."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(field, f"{json_kind(content)} is neither a text nor a list of parts")
+        raise InvalidRequestError(field, f"{json_kind(content)} is neither text nor a list of parts")
     parts = []
     for number, part in enumerate(content):
         at = f"{field}[{number}]"

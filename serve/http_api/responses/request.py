@@ -36,7 +36,7 @@ INCLUDABLE = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""Accepted names for `include`. Only the first has an effect; the others are about content that responses never have."""
+"""Accepted names for `include`. Only the first has an effect; the others ask for content that responses never have."""
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 SHOWN = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 """Fields that have no effect and are returned in the response."""
@@ -97,7 +97,7 @@ def _tool() -> Schema:
     }
     custom = object_of({**named, "format": forms}, required=("type", "name"))
     other = object_of({"type": {"type": "string", "not": {"enum": list(KINDS)}}}, required=("type",))
-    other["description"] = "Left out, because the server does not run it."
+    other["description"] = "Left out of the prompt, because the server does not run it."
     return {"anyOf": [object_of(fields, required=("type", "name")), custom, other]}
 
 
@@ -202,7 +202,7 @@ class ResponsesCall(TranslatedCall):
     """A call to the Responses API."""
 
     facts: bytes
-    """Encoded JSON object of the fields of the response that do not depend on the output."""
+    """Response fields that do not depend on the output, encoded as a JSON object."""
 
     @property
     def call_id(self) -> str:
@@ -233,8 +233,8 @@ def read_call(
 
 
 def _translated(asked: ResponsesBody, constraint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the body that the response shows, and the fields of the chat completion. Adds `text.format` to
-    `constraint`."""
+    """Return the response fields that repeat fields of the body, and the fields of the equivalent chat completion. Adds
+    `text.format` to `constraint`."""
     chat = chat_fields(asked) | {
         "messages": messages_of(asked.instructions, asked.input),
         "max_completion_tokens": asked.max_output_tokens,
@@ -295,7 +295,7 @@ def _format_of(given: object, constraint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(asked: ResponsesBody, chat: dict[str, Any]) -> int:
-    """Set the fields for log probabilities of a chat completion. Returns `top_logprobs`."""
+    """Set the fields of a chat completion that ask for log probabilities. Returns `top_logprobs`."""
     for name in asked.include or ():
         if name not in INCLUDABLE:
             raise InvalidRequestError("include", f"{quoted(name)} must be one of {', '.join(INCLUDABLE)}")

@@ -1,7 +1,7 @@
-"""Responses of the Responses API, streamed as events or as one body.
+"""Responses of the Responses API, streamed as events or sent as one body.
 
 A response is a list of items: reasoning (`reasoning`), text (`message`) and tool calls (`function_call`,
-`custom_tool_call`). At most one item is open at a time; it grows by deltas, and is sent complete when it ends.
+`custom_tool_call`). At most one item is open at a time; deltas add to it, and the complete item is sent when it ends.
 """
 
 import time
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 class ResponsesResponse:
-    """Builds the response to one call; a `serve.http_api.endpoints.ResponseBuilder`.
+    """Builds the response to one call; implements `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
         parts: the engine's components.
@@ -34,7 +34,7 @@ class ResponsesResponse:
         self._chat = CompletionResponseBuilder(parts, call.chat)
         self._stream = ItemStream(call.chat, self._item, numbered=True)
         self._logprobs: list[Json] = []
-        """Log probabilities of tokens that have not been sent yet; the next text of a message takes them."""
+        """Log probabilities of tokens that have not been sent yet; they are sent with the message's next text."""
         self._num_reasoning = 0
 
     def events(self, index: int, delta: OutputDelta) -> bytes:
@@ -49,13 +49,13 @@ class ResponsesResponse:
 
     def failure(self, error: HttpError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        # `error` is for clients that look for OpenAI's usual error body in events, such as the official ones.
+        # `error` is for clients that look for OpenAI's usual error body in events, such as OpenAI's own clients.
         self._stream.emit("error", code=code, message=error.message, param=error.param, **error.body())
         self._emit_response("response.failed", "failed", {"code": code, "message": error.message})
         return self._stream.taken()
 
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
-        for delta in deltas:  # the pieces of one output, so that tokens are counted for the right items
+        for delta in deltas:  # one output in pieces, so that tokens are counted for the right items
             self._push(delta)
         return self._response(self._status())
 
@@ -101,7 +101,7 @@ class ResponsesResponse:
     # --- the response object
 
     def _status(self) -> str:
-        """Return the status of a response that has ended."""
+        """Return the status of a finished response."""
         return (
             "incomplete"
             if self._stream.last is not None and self._stream.last.finish_reason == "length"
@@ -138,7 +138,7 @@ class ResponsesResponse:
 
 
 class _Item:
-    """An item of the response; a `serve.http_api.item_stream.Item`."""
+    """An item of the response; implements `serve.http_api.item_stream.Item`."""
 
     kind = ""
 
@@ -166,15 +166,15 @@ class _Item:
         return {"id": self.id, "type": self.kind, "status": self.status, **self._fields()}
 
     def _fields(self, *, is_new: bool = False) -> Json:
-        """Return the item's fields other than id, type and status; `is_new` is true when the item has just begun."""
+        """Return the item's fields other than id, type and status; `is_new` is true if the item has just begun."""
         raise NotImplementedError
 
     def _grown(self, text: str) -> list[Json]:
-        """Return the events of new text."""
+        """Return the events for new text."""
         raise NotImplementedError
 
     def _ended(self) -> list[Json]:
-        """Return the events of the item's end that come before the event with the complete item."""
+        """Return the closing events that precede the event with the complete item."""
         raise NotImplementedError
 
     def _shown(self, what: str, fields: Json) -> Json:
@@ -213,7 +213,7 @@ class _Message(_WithPart):
         super().__init__(item_id, number)
         self._logprobs: list[Json] = []
         self._waiting = waiting
-        """Log probabilities of the tokens of the next text."""
+        """Log probabilities to send with the next text; the list is shared with `ResponsesResponse`."""
 
     def _take(self) -> list[Json]:
         taken = self._waiting[:]
@@ -268,7 +268,7 @@ class _FunctionCall(_Item):
 
 
 class _CustomCall(_FunctionCall):
-    """A call of a custom tool, whose input is sent once it is complete."""
+    """A call of a custom tool; its input is sent only when it is complete."""
 
     kind = "custom_tool_call"
 

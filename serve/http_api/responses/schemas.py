@@ -32,8 +32,8 @@ _OPEN: Schema = {"type": "object"}
 
 
 def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
-    """Return the schemas of responses and events, by name. Objects allow no further fields, so that every field is
-    documented.
+    """Return the schemas of responses and events, keyed by name. Objects allow no other fields, so every field must be
+    listed.
 
     Args:
         served: schema of the field `aptjax`.

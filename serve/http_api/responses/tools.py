@@ -17,8 +17,8 @@ Tool = dict[str, Any]
 
 
 def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
-    """Return the tools in the format of chat completions, and as the response shows them. Tools that the server would have
-    to run are left out if there are others.
+    """Return the tools in the format of chat completions, and the tools as the response shows them. Tools that the
+    server would have to run are left out of both.
 
     Raises:
         InvalidRequestError: a tool is malformed, or the server would have to run all of them.
@@ -39,7 +39,7 @@ def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
         if kind == "custom":
             facts = {key: tool[key] for key in ("name", "description", "format") if tool.get(key) is not None}
             grammar = facts.get("format")
-            if isinstance(grammar, Mapping) and grammar.get("syntax") == "lark":  # Codex's: it checks the text itself
+            if isinstance(grammar, Mapping) and grammar.get("syntax") == "lark":  # Codex checks the text itself
                 facts["format"] = {"type": "text"}
             made.append({"type": "custom", "custom": facts})
             shown.append({"type": "custom", **facts})
@@ -65,7 +65,7 @@ def chat_choice(choice: object) -> object:
     """Return `tool_choice` in the format of chat completions.
 
     Raises:
-        InvalidRequestError: it is malformed, or asks for a tool that the server would have to run.
+        InvalidRequestError: `choice` is malformed, or asks for a tool that the server would have to run.
     """
     if isinstance(choice, str) and choice in CHOICES:
         return choice

@@ -1,4 +1,4 @@
-"""Parser of calls in text that a grammar constrains (`serve.http_api.tool_calls.grammar`). The exact text around
+"""Parser of tool calls in output that a grammar constrains (`serve.http_api.tool_calls.grammar`). The exact text around
 arguments is known, so pieces of arguments are returned as soon as they are generated."""
 
 from serve.http_api.tool_calls.call_ids import new_call_id
@@ -9,13 +9,13 @@ from serve.http_api.tool_calls.json_text import JsonEnd
 
 
 class ConstrainedCalls:
-    """A parser of the calls of one form.
+    """A parser of tool calls in one format.
 
     Args:
-        form: form of the calls.
+        form: format of the calls.
         names: names of the functions.
-        single: there is at most one call, without the form's prefix and suffix.
-        free_text: the output may have content: between calls, or instead of calls if the form has no mark.
+        single: there is at most one call, without the format's prefix and suffix.
+        free_text: the output may have content: around calls, or instead of calls if the format has no mark.
         only_calls: the output has no content, so an incomplete call at the end of a cut-off output is dropped.
     """
 
@@ -29,7 +29,7 @@ class ConstrainedCalls:
         self._text = ""
         """Text that has not been returned in events yet."""
         self._space = ""
-        """Whitespace before `_text`, which is dropped if a call follows and content otherwise."""
+        """Whitespace before `_text`, which is dropped if a call follows; otherwise it is content."""
         self._state = "text" if self._has_text else "head"
         self._num_calls = 0
         self._end = JsonEnd()
@@ -37,7 +37,7 @@ class ConstrainedCalls:
         """Number of characters of the current arguments that have been returned in events."""
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
-        """See `OutputParser`. A long text is processed in slices, because each call or mark in it copies the rest."""
+        """See `OutputParser`. Long text is processed in slices, because the rest is copied after each call or mark."""
         events: list[OutputEvent] = []
         steps = {"text": self._free, "head": self._head, "value": self._value, "close": self._close, "over": self._over}
         for start in range(0, max(len(text), 1), SLICE_CHARS):
@@ -63,7 +63,7 @@ class ConstrainedCalls:
         return True
 
     def _head(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Process the text before the arguments of a call, or the end of the calls."""
+        """Process the text before the arguments of a call, or the text that ends the calls."""
         form, text = self._form, self._text
         lead = self._prefix if not self._num_calls else form.separator
         if self._has_text:  # calls have no prefix or separator

@@ -103,7 +103,7 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
 
 
 def _named(choice: object) -> str | None:
-    """Return the name in a choice that names a tool; None for other choices."""
+    """Return the name of the tool that a choice names; None for other choices."""
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     tool = choice.get(kind) if isinstance(choice, Mapping) and kind in ("function", "custom") else None
     name = tool.get("name") if isinstance(tool, Mapping) else None
@@ -146,6 +146,6 @@ def _function(number: int, given: Mapping[str, Any], is_custom: bool) -> Functio
 
 
 def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool definition without `strict`, which models do not know from their training."""
+    """Return a tool definition without `strict`, which models have not seen in training."""
     function = {key: value for key, value in tool["function"].items() if key != "strict"}
     return {**tool, "function": function}

@@ -1,15 +1,15 @@
 """Removes repeated calls from an output.
 
-Under a constraint on calls, only the model can end the output, and small models often repeat the same call many times.
-A call that equals an earlier call in the output is dropped. Arguments are returned in pieces as soon as they differ
-from the arguments of all earlier calls of the same function.
+A grammar for calls allows the output to continue until the model ends it, and small models often repeat the same call
+many times. A call that equals an earlier call in the output is dropped. Arguments are returned in pieces
+as soon as they differ from the arguments of all earlier calls of the same function.
 """
 
 from serve.http_api.tool_calls.events import CallArguments, CallStart, OutputEvent, OutputParser
 
 
 class DistinctCalls:
-    """A parser that drops a call that equals an earlier call, or that is cut off while it still matches one.
+    """A parser that drops calls that repeat an earlier call, or that are cut off while they may still repeat it.
 
     Args:
         parser: parser of the output; it must return the arguments of a call before the next call starts.

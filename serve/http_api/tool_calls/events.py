@@ -1,4 +1,4 @@
-"""The interface of parsers of a model's output, which turn pieces of text into events."""
+"""The interface of the parsers that turn a model's output into events."""
 
 import dataclasses
 from typing import Protocol
@@ -42,9 +42,9 @@ OutputEvent = ContentText | ReasoningText | CallStart | CallArguments
 
 
 class OutputParser(Protocol):
-    """Parses the text of one output. The division of the text into pieces only affects how consecutive events of the same
-    kind are divided. The events contain all text, except for the marks of calls and reasoning and the whitespace around
-    them."""
+    """Parses the text of one output. How the text is divided into pieces affects only how consecutive events of the
+    same kind are divided. The events contain all text, except for the marks of calls and reasoning and the whitespace
+    around these marks."""
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
         """Process the next piece of text, and return its events.

@@ -1,4 +1,4 @@
-"""The forms in which models write calls, one form per family of chat templates."""
+"""Formats in which models write tool calls, one format for each family of chat templates."""
 
 import dataclasses
 import re
@@ -8,13 +8,13 @@ from serve.http_api.tool_calls import hermes, llama3_json, mistral, plain_json
 from serve.http_api.tool_calls.events import OutputParser
 
 PARSERS = ("hermes", "llama3_json", "mistral", "json")
-"""Parsers that `--tool-call-parser` can choose, besides its values for automatic choice and for no parsing."""
+"""Values of `--tool-call-parser` that name a parser. The other values are ``auto`` and ``none``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallForm:
-    """The text of calls under a constraint: `prefix`, the calls with `separator` between them, `suffix`. A call is
-    `opening`, the name, `middle`, the arguments as a JSON object, and `closing`."""
+    """A format of tool calls. Constrained output consists of `prefix`, the calls separated by `separator`, and
+    `suffix`; a call consists of `opening`, the name, `middle`, the arguments as a JSON object, and `closing`."""
 
     parser: Callable[[frozenset[str], int], OutputParser]
     """Creates the parser of unconstrained output from the function names and the maximum number of calls."""
@@ -27,9 +27,9 @@ class CallForm:
     suffix: str = ""
     """Text after the last call, unless only one call is allowed."""
     mark: str = ""
-    """Text that begins a call anywhere in the output; empty: calls can only begin the output."""
+    """Text that starts a call anywhere in the output; empty: calls are possible only at the start of the output."""
     other_marks: tuple[str, ...] = ()
-    """Other texts that models write around calls."""
+    """Other strings that models write around calls."""
     alphanumeric_ids: bool = False
     """True if ids of calls are nine letters and digits, as the chat templates require."""
 
@@ -81,24 +81,24 @@ _TOOLS_WORD = re.compile(r"\btools\b")
 
 
 def form_of(parser: str, template: str) -> CallForm | None:
-    """Return the form in which a model writes calls.
+    """Return the format of a model's tool calls.
 
     Args:
         parser: one of `PARSERS`, ``auto`` to choose by the chat template, or ``none``.
         template: text of the chat template; empty if there is none.
 
     Returns:
-        The form; None for ``none``: text is never parsed for calls.
+        The format; None for ``none``, in which case text is never parsed for calls.
     """
     if parser == "none":
         return None
     name = _by_template(template) if parser == "auto" else parser
-    # Models with a version of Mistral's tokenizer before 11 write an array.
+    # Models that use a version of Mistral's tokenizer before 11 write an array.
     return _MISTRAL_ARRAY if name == "mistral" and "[ARGS]" not in template else _FORMS[name]
 
 
 JSON_FORM = _FORMS["json"]
-"""Form of required calls if text is not parsed for calls."""
+"""Format of required calls if text is not parsed for calls."""
 
 
 def _by_template(template: str) -> str:

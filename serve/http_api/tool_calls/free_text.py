@@ -1,4 +1,4 @@
-"""Parser of calls in unconstrained text. A call is returned once it is complete and valid; other text is content."""
+"""Parser of tool calls in unconstrained output. Calls are returned when complete and valid; other text is content."""
 
 import abc
 import dataclasses
@@ -14,7 +14,7 @@ MAX_CALL_CHARS = 2**16
 MAX_FAILED = 64
 """Number of marks without a valid call after which all further text is content."""
 MAX_SPACE_CHARS = 64
-"""Maximum number of whitespace characters between a call and content that are dropped; more whitespace is content."""
+"""Maximum number of whitespace characters that are dropped between a call and content; the rest is content."""
 _NAME = re.compile(NAME_PATTERN)
 SLICE_CHARS = 1024
 """Number of characters of a text that are processed at a time."""
@@ -23,7 +23,7 @@ _MARKS_CHARS = 256
 
 
 def held_len(text: str, mark: str) -> int:
-    """Return the number of characters at the end of a text that may be the beginning of a mark."""
+    """Return the number of characters at the end of `text` that may be the start of `mark`."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return size
@@ -31,7 +31,7 @@ def held_len(text: str, mark: str) -> int:
 
 
 def space_len(text: str) -> int:
-    """Return the number of whitespace characters at the end of a text, at most `MAX_SPACE_CHARS`."""
+    """Return the number of whitespace characters at the end of `text`, at most `MAX_SPACE_CHARS`."""
     end = text[-MAX_SPACE_CHARS:]
     return len(end) - len(end.rstrip())
 
@@ -55,7 +55,7 @@ class CallsInText(abc.ABC):
     """
 
     mark = ""
-    """Text before a call; empty if calls can only be at the beginning of the output."""
+    """Text before a call; empty if calls are possible only at the start of the output."""
     alphanumeric_ids = False
 
     def __init__(self, names: frozenset[str], max_calls: int) -> None:
@@ -68,11 +68,11 @@ class CallsInText(abc.ABC):
         """True if all further text is content."""
         self._num_calls = self._num_failed = 0
         self._after_call = False
-        """True if the last event is about a call, in which case whitespace after it is dropped."""
+        """True if the last event belongs to a call, in which case whitespace after it is dropped."""
         self._end = JsonEnd()
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
-        """See `OutputParser`. A long text is processed in slices, because each call or mark in it copies the rest."""
+        """See `OutputParser`. Long text is processed in slices, because the rest is copied after each call or mark."""
         events: list[OutputEvent] = []
         for start in range(0, max(len(text), 1), SLICE_CHARS):
             self._text += text[start : start + SLICE_CHARS]
@@ -82,7 +82,7 @@ class CallsInText(abc.ABC):
 
     @abc.abstractmethod
     def _read(self, text: str, finished: bool) -> Found | None:
-        """Parse the calls at the beginning of a text, which begins after the mark. Returns None if the text is incomplete.
+        """Parse the calls at the start of `text`, which begins after the mark. Returns None if the text is incomplete.
 
         `_json_end` finds the end of the first JSON value in the text.
         """
@@ -167,7 +167,7 @@ class CallsInText(abc.ABC):
         return _NAME.fullmatch(name) is not None if self.mark else name in self._names
 
     def _content(self, events: list[OutputEvent], size: int) -> None:
-        """Return the first characters of the text as content in `events`; whitespace directly after a call is dropped."""
+        """Move the first `size` characters of the text to `events` as content; drop whitespace that follows a call."""
         text, self._text = self._text[:size], self._text[size:]
         if self._after_call:
             text = text.lstrip()

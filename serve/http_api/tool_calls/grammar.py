@@ -1,7 +1,7 @@
-"""Grammars of outputs with calls, in llguidance's dialect of Lark.
+"""Grammars for outputs with tool calls, in llguidance's dialect of Lark.
 
 Each function has its own rule with its JSON schema, so that references in a schema stay within it. The text around
-arguments is fixed exactly, and arguments have only the whitespace that `json.dumps` writes, on which models were trained.
+arguments is fixed exactly, and arguments have only the whitespace that `json.dumps` writes, as in training data.
 `serve.http_api.tool_calls.constrained` parses the output.
 """
 
@@ -26,12 +26,12 @@ _FREE = "FREE"
 _NL = "\n"
 
 Literal = Callable[[str], str]
-"""Function that writes a text as a Lark expression."""
+"""Function that converts a string to a Lark expression."""
 
 
 def literals_of(tokenizer: Tokenizer) -> Literal:
-    """Return a function that writes a text as a Lark expression, with special tokens as token ids, because normal tokens
-    never form them."""
+    """Return a function that converts a string to a Lark expression. Special tokens become token ids, because normal
+    tokens never produce their text."""
     pattern = tokenizer.special_pattern
 
     def literal(text: str) -> str:
@@ -61,15 +61,15 @@ def calls_grammar(
     answer: str | None = None,
     reasoning: str | None,
 ) -> str:
-    """Return the grammar of outputs with calls.
+    """Return the grammar for outputs with tool calls.
 
     Args:
-        form: form in which calls are written.
+        form: format of the calls.
         functions: functions that may be called.
         literal: function from `literals_of`.
         max_calls: maximum number of calls.
         free_text: True: content is allowed and calls are optional; False: at least one call and no content.
-        answer: rules from `answer_rules` for the only content that is allowed in place of calls; None: no such rules.
+        answer: rules from `answer_rules` for the only content that is allowed instead of calls; None: no such rules.
         reasoning: ``inside`` if the output begins within reasoning, ``optional`` if it may begin with reasoning, None if
             it has no reasoning.
     """
@@ -90,7 +90,7 @@ def calls_grammar(
 
 
 def answer_grammar(answer: str, literal: Literal, reasoning: str) -> str:
-    """Return the grammar of reasoning followed by an answer.
+    """Return the grammar for reasoning followed by an answer.
 
     Args:
         answer: rules from `answer_rules`.
@@ -133,8 +133,8 @@ def _start(literal: Literal, reasoning: str | None) -> str:
 
 
 def _sequence(form: CallForm, literal: Literal, max_calls: int) -> list[str]:
-    """Return the rules of a sequence of calls without content. The text before the first name is one lexeme, so that
-    other text is still possible after a part of it."""
+    """Return the rules for a sequence of calls without content. The text before the first name is one lexeme, so output
+    that begins like this text can still become other text."""
     if max_calls == 1:
         return [f"calls: {_call(form, form.opening, literal)}"]
     suffix = f" {literal(form.suffix)}" if form.suffix else ""
@@ -150,14 +150,14 @@ def _call(form: CallForm, opening: str, literal: Literal) -> str:
 
 
 def _leading_text(form: CallForm, reasoning: str | None) -> str:
-    """Return the rule of text that does not begin like a call, nor like reasoning if the output may have it."""
+    """Return the rule for text that does not begin like a call or, if the output may have reasoning, like reasoning."""
     openings = [rf'(\[{_SPACE}*)?\{{{_SPACE}*"name"'] if form.opening.startswith("{") else []
     openings += [OPENING] if reasoning == "optional" else []
     return f"{_FREE}: /{_ANY}/ & ~/{_SPACE}*({'|'.join(openings)}){_ANY}/"
 
 
 def _marked(form: CallForm, literal: Literal, max_calls: int, reasoning: str | None) -> list[str]:
-    """Return the rules of content with calls after marks. No text follows after the maximum number of calls."""
+    """Return the rules for content with calls after marks. After the maximum number of calls, no text may follow."""
     mark = literal(form.mark)
     # Reasoning is not content: a mark in it does not begin a call.
     first = f" & ~/{_SPACE}*{OPENING}{_ANY}/" if reasoning == "optional" else ""
@@ -192,8 +192,8 @@ def _function_rules(form: CallForm, functions: Sequence[Function], literal: Lite
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments for llguidance: exact for strict functions, else without the keywords
-    that llguidance cannot enforce.
+    """Return the schema of a function's arguments for llguidance. If the function is not strict, keywords that
+    llguidance cannot enforce are ignored.
 
     Raises:
         InvalidRequestError: the schema of a strict function cannot be enforced.

@@ -1,4 +1,4 @@
-"""Parser of calls in the form of Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+"""Parser of tool calls in Hermes' and Qwen's format: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, CallsInText, Found
 from serve.http_api.tool_calls.json_text import calls_in, skip_space
@@ -7,7 +7,7 @@ _CLOSING = "</tool_call>"
 
 
 class HermesCalls(CallsInText):
-    """Parses JSON between ``<tool_call>`` and ``</tool_call>`` anywhere in the output; the latter may be missing."""
+    """Parses JSON between ``<tool_call>`` and ``</tool_call>`` anywhere in the output; the closing tag is optional."""
 
     mark = "<tool_call>"
 

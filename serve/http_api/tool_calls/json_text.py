@@ -21,10 +21,11 @@ class JsonEnd:
         """Length of the value in characters; None until its end has been found."""
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the offset after the value; None if the value is not complete.
+        """Return the offset of the end of the value; None if the value is not complete.
 
         Args:
-            text: the text of the previous call with more text appended; scanned text may be removed from its beginning.
+            text: the text of the previous call of this method, with more text appended; scanned text may have been
+                removed from its start.
             start: offset of the value's first bracket, which is negative if the bracket has been removed.
         """
         if self._end is not None:
@@ -67,7 +68,7 @@ def skip_space(text: str, at: int = 0) -> int:
 
 
 def calls_in(text: str) -> list[ParsedCall] | None:
-    """Return the calls in a JSON text.
+    """Return the tool calls in JSON text.
 
     Returns:
         The calls of an object with `name` and `arguments` or `parameters`, or of an array of such objects; None for any
@@ -82,7 +83,7 @@ def calls_in(text: str) -> list[ParsedCall] | None:
 
 
 def is_object(text: str) -> bool:
-    """Return whether a text is a JSON object."""
+    """Return whether `text` is a JSON object."""
     try:
         return isinstance(json.loads(text, parse_constant=_no_constant), dict)
     except (ValueError, RecursionError):
@@ -109,7 +110,7 @@ def _call(text: str) -> ParsedCall | None:
 
 
 def _members(text: str) -> dict[str, str]:
-    """Return the JSON text of each value of an object, by key.
+    """Return the JSON text of each value in an object, keyed by name.
 
     Raises:
         ValueError, RecursionError: the text is not a JSON object, or nested too deeply.
@@ -134,7 +135,7 @@ def _members(text: str) -> dict[str, str]:
 
 
 def _items(text: str) -> list[str]:
-    """Return the JSON text of each value of an array.
+    """Return the JSON text of each value in an array.
 
     Raises:
         ValueError, RecursionError: the text is not a JSON array, or nested too deeply.

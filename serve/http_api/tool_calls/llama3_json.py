@@ -1,4 +1,4 @@
-"""Parser of calls in Llama 3's form: the output begins with ``{"name": ..., "parameters": {...}}``, possibly after
+"""Parser of calls in Llama 3's format: the output begins with ``{"name": ..., "parameters": {...}}``, possibly after
 ``<|python_tag|>``, and further calls may follow after semicolons."""
 
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, CallsInText, Found
@@ -8,10 +8,10 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class LeadingCalls(CallsInText):
-    """Parses calls in JSON at the beginning of the output, and directly after another call."""
+    """Parses calls in JSON at the start of the output, and directly after another call."""
 
     prefixes: tuple[str, ...] = ()
-    """Texts that may come before the JSON."""
+    """Strings that may come before the JSON."""
     brackets = "{"
     """Characters with which the JSON may begin."""
 
@@ -34,6 +34,6 @@ class LeadingCalls(CallsInText):
 
 
 class Llama3Calls(LeadingCalls):
-    """Parses calls in Llama 3's form."""
+    """Parses calls in Llama 3's format."""
 
     prefixes = (PYTHON_TAG,)

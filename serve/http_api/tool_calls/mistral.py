@@ -1,5 +1,5 @@
-"""Parser of calls in the form of Mistral's models: after ``[TOOL_CALLS]`` an array of objects with ``name`` and
-``arguments``, or since version 11 of their tokenizer ``name[ARGS]{...}``."""
+"""Parser of tool calls in the format of Mistral's models: ``[TOOL_CALLS]``, followed by an array of objects with
+``name`` and ``arguments`` or, since version 11 of their tokenizer, by ``name[ARGS]{...}``."""
 
 import re
 

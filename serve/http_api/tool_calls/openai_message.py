@@ -31,13 +31,13 @@ class OpenAIMessage:
         self._only_calls = only_calls
         self._custom, self._old_form = custom_tools, old_form
         self._num_inputs_said = 0
-        """Number of complete calls; the input of those of custom tools has been sent."""
+        """Number of complete calls. If they are calls of custom tools, their input has been sent."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallStart, list[str]]] = []
 
     def push(self, text: str, finished: bool) -> Json:
-        """Process more text. Returns the delta, in which a call has first its name and then pieces of its arguments."""
+        """Process more text. Returns the delta. A call begins with a delta that has its name; its arguments follow."""
         delta: Json = {}
         content, reasoning = len(self._content), len(self._reasoning)
         calls: dict[int, Json] = {}
@@ -74,7 +74,7 @@ class OpenAIMessage:
         return delta
 
     def _say_inputs(self, calls: dict[int, Json]) -> None:
-        """Add the input of the last call to the delta's calls, if it is of a custom tool and has not been sent yet."""
+        """Add the last call's input to the delta's calls, if the call is of a custom tool and its input is unsent."""
         if self._num_inputs_said == len(self._calls):
             return
         self._num_inputs_said = len(self._calls)
@@ -103,7 +103,7 @@ class OpenAIMessage:
         return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": arguments}}
 
     def finish_reason(self, of_engine: str | None) -> str | None:
-        """Return the finish reason of the choice by OpenAI's names, from the engine's finish reason."""
+        """Convert the engine's finish reason to OpenAI's finish reason for this choice."""
         if of_engine != "stop" or not self._calls:
             return of_engine
         return "function_call" if self._old_form else "tool_calls"

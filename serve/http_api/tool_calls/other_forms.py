@@ -13,7 +13,7 @@ from apt_jax.errors import InvalidRequestError, json_kind
 INPUT = "input"
 """Name of the argument of a function that represents a custom tool."""
 OLD_NAMES = {"tools": "functions", "tool_choice": "function_call"}
-"""Field names, and the names of the older fields with the same meaning."""
+"""Maps fields to the older fields with the same meaning."""
 _SYNTAXES = ("lark", "regex")
 
 Json = dict[str, Any]
@@ -97,7 +97,7 @@ def _messages(messages: list[Any]) -> Iterator[Any]:
 
 
 def _call(field: str, call: Any) -> Any:
-    """Return a call in a message converted to a function call."""
+    """Convert a call in a message to a function call."""
     if not isinstance(call, Mapping) or call.get("type") != "custom":
         return call
     custom = call.get("custom")
@@ -138,7 +138,7 @@ def function_of(field: str, tool: Mapping[str, Any]) -> Json:
 
 
 def _pattern(field: str, wanted: object) -> Json:
-    """Return the constraint on the input of a custom tool as a part of the input's JSON schema."""
+    """Return the constraint on a custom tool's input as part of the input's JSON schema."""
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
     if wanted is None or kind == "text":
         return {}
@@ -160,8 +160,8 @@ def _pattern(field: str, wanted: object) -> Json:
 
 
 def input_of(arguments: str) -> str:
-    """Return the input of a call of a custom tool from its arguments. Cut-off arguments are completed if possible; if the
-    arguments have no `input`, they are returned unchanged."""
+    """Return the input of a custom tool's call, given the call's arguments. Cut-off arguments are completed if
+    possible; if the arguments have no `input`, they are returned unchanged."""
     for text in (arguments, arguments + '"}'):
         try:
             value = json.loads(text)

@@ -1,4 +1,4 @@
-"""The plan of an output: the constraint on it, and the parser of its text."""
+"""The plan for an output: its constraint, and the parser of its text."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ from serve.http_api.tool_calls.reasoning import (
 )
 
 _PROMPT_END = 16
-"""Number of tokens at the end of the prompt that are checked for the beginning of reasoning."""
+"""Number of tokens at the end of the prompt that are checked for the start of reasoning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputPlan:
-    """How the outputs of one call are sampled and parsed."""
+    """Sampling parameters and parser for the outputs of one call."""
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of `SamplingParams`, not validated, that override the fields of the body."""
@@ -59,8 +59,8 @@ def plan_output(
         parts: the engine's components.
         tools: tools from `serve.http_api.tool_calls.definitions.read_tools`.
         prompt_token_ids: token ids of the prompt, which includes the definitions of the tools.
-        asked: the constraint of the body. If a call is required, `response_format` has no effect, because it is about
-            content, which the output then does not have.
+        asked: the constraint of the body. If a call is required, `response_format` has no effect, because it constrains
+            content and the output then has no content.
         continues: whether the output continues the last message, which then has no further reasoning.
 
     Raises:
@@ -74,7 +74,7 @@ def plan_output(
     if tools.mode == "required":
         form = form or JSON_FORM
         if asked is not None and asked.field != RESPONSE_FORMAT:
-            raise InvalidRequestError("tool_choice", f"requires a call: leave out {asked.field}, or the choice")
+            raise InvalidRequestError("tool_choice", f"requires a call; leave out {asked.field} or tool_choice")
         asked = None
     constraint = None if asked is None else asked.value
     literal = literals_of(tokenizer)

@@ -1,10 +1,10 @@
-"""Parser that separates a model's reasoning, ``<think>...</think>`` before the answer, from its content."""
+"""Parser that separates a model's reasoning, ``<think>...</think>`` before the answer, from the content."""
 
 from serve.http_api.tool_calls.events import OutputEvent, OutputParser, ReasoningText
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, held_len, space_len
 
 PARSERS = ("think", "deepseek_r1")
-"""Parsers that `--reasoning-parser` can choose, besides its values for automatic choice and for no parsing."""
+"""Values of `--reasoning-parser` that name a parser. The other values are ``auto`` and ``none``."""
 OPENING = "<think>"
 CLOSING = "</think>"
 
@@ -34,7 +34,7 @@ def begins_inside(parser: str, prompt_end: str) -> bool:
 
 
 class ReasoningFirst:
-    """A parser of reasoning at the beginning of an output. Whitespace around the reasoning is dropped.
+    """A parser of reasoning at the start of an output. Whitespace around the reasoning is dropped.
 
     Args:
         inside: the output begins within reasoning; otherwise reasoning begins only with ``<think>``.
@@ -67,7 +67,7 @@ class ReasoningFirst:
         return events
 
     def _start(self, finished: bool) -> None:
-        """Look for ``<think>`` at the beginning of the output."""
+        """Look for ``<think>`` at the start of the output."""
         stripped = self._text.lstrip()
         if len(self._text) - len(stripped) > MAX_SPACE_CHARS:
             self._state = self._without_opening

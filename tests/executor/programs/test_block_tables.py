@@ -80,7 +80,7 @@ def test_a_row_sends_the_blocks_that_it_begins():
 def test_other_tables_on_the_device_are_noticed():
     sent = SentTables(SLOTS, TABLE_LEN)
     sent.take_changes(np.array([3], np.int32), np.array([[[1], [3]]], np.int32))
-    with pytest.raises(RuntimeError, match=r"other block tables in slots \[3\]"):
+    with pytest.raises(RuntimeError, match=r"block tables on the device are wrong in slots \[3\]"):
         sent.check(np.zeros((SLOTS, 2, TABLE_LEN), np.int32))
 
 

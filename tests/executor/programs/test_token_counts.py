@@ -62,7 +62,7 @@ def test_a_row_sends_its_new_tokens():
 def test_other_counts_on_the_device_are_noticed():
     sent = SentCounts(SLOTS, VOCAB)
     sent.take_changes([1], [np.array([3], np.int32)], [1])
-    with pytest.raises(RuntimeError, match="counted other tokens in slot 1"):
+    with pytest.raises(RuntimeError, match="token counts on the device are wrong in slot 1"):
         sent.check(np.zeros((SLOTS, VOCAB), np.int32))
 
 

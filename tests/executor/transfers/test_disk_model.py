@@ -338,7 +338,7 @@ def test_a_block_that_is_given_away_is_written_as_it_was(tmp_path):
 
 
 def test_settings_that_do_not_go_together_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^prefix_cache_dir=/x is read and written through host memory; give some"):
+    with pytest.raises(ConfigError, match=r"^prefix_cache_dir=/x is read and written through host memory; set --swap"):
         CacheConfig(prefix_cache_dir="/x")
     with pytest.raises(ConfigError, match=r"^prefix_cache_dir must not be empty"):
         CacheConfig(prefix_cache_dir="", swap_space=1.0)

@@ -329,7 +329,7 @@ def test_the_checker_finds_broken_rules():
         (schedule, tight, "above M=5"),
         (schedule, dataclasses.replace(problem, max_num_batched_tokens=3), "above C=3"),
         (schedule, dataclasses.replace(problem, chunk=3), "above P=3"),
-        (change(schedule, 0, num_tokens=(1, 2)), problem, "runs a piece"),
+        (change(schedule, 0, num_tokens=(1, 2)), problem, "is split into chunks"),
         (change(schedule, 1, num_tokens=(2, 1)), problem, "has 1 tokens, not 2"),
         (change(schedule, 1, start=(1, 2)), problem, "holds 2 tokens, not 1"),
         (change(schedule, 1, preempt=(0,)), problem, "runs and is evicted"),

@@ -119,7 +119,7 @@ def test_json_goes_to_stdout_alone(requests, capsys):
         (LENGTHS, ["--objective", "slo"], "--slo-ttft-ms go together"),
         (LENGTHS, ["--hardware", "abacus"], "known:"),
         (LENGTHS, ["--start", "fcsf"], "did you mean fcfs"),
-        (LENGTHS.replace("32", "400"), ["--start", "sarathi"], "runs a piece"),
+        (LENGTHS.replace("32", "400"), ["--start", "sarathi"], "is split into chunks"),
         (LENGTHS, ["--better-by", "10"], "needs a schedule to compare with"),
         (LENGTHS, ["--better-by", "100", "--start", "fcfs"], "must be below 100"),
     ],

@@ -187,7 +187,7 @@ def test_options_reach_policies_from_outside():
             "apt?violation_decay=-1",
             "policy='apt?violation_decay=-1' cannot be built: violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)",
         ),
-        ("__main__:MyPolicy", "has no 'MyPolicy': other processes do not see classes of a notebook"),
+        ("__main__:MyPolicy", "has no 'MyPolicy': other processes do not see classes defined in a notebook"),
         ("latest", "or package.module:Class"),
         ("", "must be one of"),
         ("x" * 10_000, "must be one of"),

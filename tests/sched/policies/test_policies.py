@@ -290,7 +290,7 @@ def test_a_good_plan_passes():
         ({"iteration": "lunch"}, "unknown iteration"),
         (
             {"rows": np.array([1, 2], np.int32), "num_tokens": np.array([8, 8], np.int32)},
-            "16 tokens in a step of 12",
+            "the rows run 16 tokens; a step holds at most 12",
         ),
         (
             {"rows": np.array([1, 2], np.int32), "num_tokens": np.array([4, 4], np.int32)},

@@ -246,7 +246,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--enable-auto-tool-choice"), "tools need no flag"),
         (
             ("serve", "--mem-fraction-static", "0.8"),
-            "; it is --device-memory-utilization here, the share of the memory left by the weights",
+            "; it is --device-memory-utilization here, the share of the memory that the weights leave free",
         ),
         (
             ("serve", "--kv-cache-dtype", "fp8"),
@@ -281,7 +281,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("generate", "tiny-opt", "hi", "--regex", ""), "structured_outputs.regex"),
         (
             ("info", "--target", "http://127.0.0.1:8000"),
-            "is an HTTP address; this command speaks gRPC: give grpc://HOST:PORT",
+            "is an HTTP address, but this command uses gRPC: give grpc://HOST:PORT",
         ),
         (("chat", "tiny-opt", "--top-p", "5"), "top_p: 5.0"),
         (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),

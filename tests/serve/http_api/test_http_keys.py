@@ -229,7 +229,7 @@ def test_what_became_of_a_request_is_told_to_whoever_sent_it():
         for headers, where in ((theirs, path), (mine, "/v1/requests/none/decisions")):
             refused = await served.http.get(where, headers=headers)
             assert refused.status_code == 404
-            assert "is remembered here" in refused.json()["error"]["message"]
+            assert "no recent request has the id" in refused.json()["error"]["message"]
         assert (await served.http.get(path)).status_code == 401
 
     run(scenario, app={"keys": ApiKeys([KEY, OTHER])})

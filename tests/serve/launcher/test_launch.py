@@ -253,7 +253,7 @@ def test_H3_N2_requests_are_spread_and_a_killed_replica_loses_only_its_own(lasti
         assert (status, text, error) == (200, said(8), None)
 
     until(lambda: "replica 0 is back" in lasting.err)
-    assert "replica 0 was killed by SIGKILL; it is restarted in 1 s" in lasting.err
+    assert "replica 0 was killed by SIGKILL; restarting it in 1 s" in lasting.err
 
     def reaches_it() -> bool:
         status, replica, text, _ = ask(lasting.port, 8)

@@ -63,7 +63,7 @@ class _Watchdog:
 
     def _look(self, started_s: float) -> None:
         if self.started_s == started_s and self._is_stopped():
-            self._on_timeout(started_s, f"a step has not ended for {STEP_TIMEOUT_S:g} s (--set step_timeout)")
+            self._on_timeout(started_s, f"a step has been running for {STEP_TIMEOUT_S:g} s (--set step_timeout)")
         elif self.started_s == started_s:  # the step has ended, and waits for those that run nested in it
             self._timer = self._loop.call_later(STEP_TIMEOUT_S, self._look, started_s)
 

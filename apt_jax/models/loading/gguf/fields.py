@@ -66,8 +66,8 @@ _CONTROL = 3
 
 
 def end_ids(file: GgufFile, vocab_size: int) -> list[int]:
-    """Return the ids that end an output: the end-of-text and end-of-turn ids of the metadata, then control tokens of
-    `_END_TEXTS`."""
+    """Return the token ids that end an output: the end-of-text and end-of-turn ids in the metadata, then the control
+    tokens listed in `_END_TEXTS`."""
     get = _Metadata(file, "")
     ids = [get.token_id(f"{n}_token_id", vocab_size) for n in ("eos", "eot", "eom")]
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type"))
@@ -78,8 +78,8 @@ def end_ids(file: GgufFile, vocab_size: int) -> list[int]:
 
 
 def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, where: str) -> dict[str, Any]:
-    """Recover the parameters of Llama 3.1's scaling from the tensor of its factors, because the file holds only the
-    factors."""
+    """Recover the parameters of Llama 3.1's scaling from the tensor of factors, because the file does not store the
+    parameters."""
     scale = float(factors.max())
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = 1.0, 4.0
@@ -137,7 +137,7 @@ def _small(file: GgufFile, name: str, size: int) -> np.ndarray:
     info = file.tensors.get(name)
     if info is None or info.shape != (size,):
         shape = "absent" if info is None else list(info.shape)
-        raise ModelLoadError(f"{file.path}: tensor {name!r} is {shape}, not of {size} values")
+        raise ModelLoadError(f"{file.path}: tensor {name!r} is {shape}, but must have {size} values")
     values = np.concatenate(list(file.chunks(name))).astype(np.float64)
     if not np.isfinite(values).all() or (values <= 0).any():
         raise ModelLoadError(f"{file.path}: tensor {name!r} holds values that are not positive and finite")
@@ -360,7 +360,7 @@ def architecture_of(file: GgufFile) -> str:
     """Return the architecture of a file.
 
     Raises:
-        ModelLoadError: it is not known, or the file is one of several parts.
+        ModelLoadError: the architecture is not known, or the file is one of several parts.
     """
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in _FIELDS:

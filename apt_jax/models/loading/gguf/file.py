@@ -29,9 +29,9 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_METADATA_BYTES = 256 * 2**20  # the largest vocabularies take 20 MiB
 _TEXT_BYTES = 40 * 2**20
-"""Bytes of memory allowed for names and texts, in addition to twice the size of the file."""
+"""Bytes of memory allowed for names and strings, in addition to twice the size of the file."""
 _TEXT_OVERHEAD = 32
-"""Bytes of memory per text in a list, in addition to its `sys.getsizeof`."""
+"""Bytes of memory per string in a list, in addition to its `sys.getsizeof`."""
 _MOST_TEXT_BYTES = 512 * 2**20
 _MAX_ENTRIES = 2**16
 _MAX_TENSORS = 2**17
@@ -91,7 +91,7 @@ class _Cursor:
         self._text_bytes += sys.getsizeof(text) + _TEXT_OVERHEAD
         if self._text_bytes > self._most_text_bytes:
             raise ModelLoadError(
-                f"{self._where}: its texts take more than {self._most_text_bytes >> 20} MiB of memory (at {what})"
+                f"{self._where}: its strings take more than {self._most_text_bytes >> 20} MiB of memory (at {what})"
             )
         return text
 
@@ -127,8 +127,8 @@ class GgufFile:
     Attributes:
         path: path of the file.
         metadata: values by key: numbers, strings, lists of strings, NumPy arrays.
-        tensors: metadata by name in the file, with the slowest axis first; `dtype` is the quantisation, such as
-            ``Q4_K``.
+        tensors: metadata of each tensor by its name in the file; shapes have the slowest axis first, and `dtype` is the
+            quantization, such as ``Q4_K``.
 
     Raises:
         ModelLoadError: one line that names the file and the key or tensor that is wrong.

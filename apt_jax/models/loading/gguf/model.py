@@ -2,8 +2,8 @@
 names, tensor layout.
 
 llama.cpp's converter renames tensors (`names`) and changes some: it interleaves the rotary halves of q and k (llama),
-adds one to norm weights (gemma), transposes matrices (gpt2) and sorts fused q, k and v by kind instead of by head
-(gptneox, bloom). `GgufCheckpoint` undoes all of these and presents Hugging Face's names and values.
+adds one to norm weights (gemma), transposes matrices (gpt2) and stores fused q, k and v one after another instead of
+head by head (gptneox, bloom). `GgufCheckpoint` undoes all of these and presents Hugging Face's names and values.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def _by_head(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 class GgufCheckpoint:
-    """The tensors of a GGUF file by Hugging Face's names, in Hugging Face's layout; see `checkpoint.Checkpoint`.
+    """The tensors of a GGUF file under Hugging Face's names and in Hugging Face's layout; see `checkpoint.Checkpoint`.
 
     Args:
         file: the open file; `close` closes it.
@@ -69,7 +69,7 @@ class GgufCheckpoint:
             hf = hf_name(self._arch, name)
             if hf is None:
                 raise ModelLoadError(
-                    f"{file.path}: tensor {name!r:.80} has no place in a model of architecture {self._arch}"
+                    f"{file.path}: tensor {name!r:.80} does not belong to a model of architecture {self._arch}"
                 )
             if hf in self._inner:
                 raise ModelLoadError(f"{file.path}: {name!r:.80} and {self._inner[hf]!r:.80} are the same tensor")

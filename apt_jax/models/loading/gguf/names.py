@@ -1,4 +1,4 @@
-"""Hugging Face's names of the tensors of a GGUF file."""
+"""Hugging Face's names for the tensors of a GGUF file."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ _LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """Hugging Face's names of one architecture, without ``.weight`` and ``.bias``."""
+    """Hugging Face's names for the tensors of one architecture, without ``.weight`` and ``.bias``."""
 
     top: Mapping[str, str]
     layer: Mapping[str, str]
@@ -117,13 +117,14 @@ _NAMES: dict[str, _Names] = {
 }  # fmt: skip
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Names of tensors of rotary frequencies, which become fields of the configuration, not weights."""
+"""Names of the tensors that describe rotary frequencies; they become fields of the configuration, not weights."""
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 
 def hf_name(arch: str, name: str) -> str | None:
-    """Return Hugging Face's name of a tensor of a GGUF file; None: the tensor is not a weight or has no counterpart."""
+    """Return Hugging Face's name for a tensor of a GGUF file; None: the tensor is not a weight or has no
+    counterpart."""
     names = _NAMES[arch]
     base, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias") or name in ROPE_TENSORS:

@@ -85,19 +85,19 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
     "viking": (_BLOOM, _DIGITS),
 }  # fmt: skip
-"""Regular expressions of the published tokenizers by name of the rule; each splits the pieces that the previous
-expression leaves."""
+"""Regular expressions of the published tokenizer for each rule, by the rule's name; each splits the pieces that the
+previous expression leaves."""
 _IGNORE_MERGES = (
     "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken", "minicpm5",
 )  # fmt: skip
 """Rules under which a word that is a token is never split, whatever the merges."""
 _NFC = ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "mpt", "olmo")
 _ADD_BOS = _IGNORE_MERGES[:-1]
-"""Rules under which texts start with the BOS token unless the file specifies otherwise."""
+"""Rules that put the BOS token at the start of a text unless the file specifies otherwise."""
 
 
 class _Vocabulary:
-    """The arrays of ``tokenizer.ggml``, with checks."""
+    """Checked access to the metadata under ``tokenizer.ggml``."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -150,7 +150,7 @@ class _Vocabulary:
         for index, text in enumerate(self.strings("merges")):
             left, space, right = text.partition(" ")
             if not space or not all(p in self.ids for p in (left, right, left + right)):
-                raise self.refuse(f"merges[{index}]={text!r:.60} does not join two tokens to a third")
+                raise self.refuse(f"merges[{index}]={text!r:.60} does not join two tokens into a third")
             merges.append((left, right))
         return merges
 
@@ -190,8 +190,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return merges equivalent to SentencePiece's scores, by which the two neighbours with the best-scoring union are
-    joined: all splits of all pieces, best union first."""
+    """Return merges equivalent to SentencePiece's scores: all splits of all pieces, best-scoring piece first.
+    SentencePiece always joins the two neighbours whose union has the best score."""
     ids, scores = vocabulary.ids, vocabulary.scores()
     merges = []
     for piece, index in ids.items():
