@@ -436,10 +436,12 @@ class HybridCache:
         return self.groups.copy_source(node)
 
     def begin_copy(self, slot: int, start: int, source: CopySource) -> NDArray[np.int32]:
-        """Make the step being built copy a registered group into the slot's new group, which holds position `start`.
+        """Prepare a copy of a registered group into the slot's new group, which holds position `start`, for the step
+        being built.
 
         Returns:
-            (m, 2) source and destination blocks; empty if the group is copied from host memory.
+            (m, 2) source and destination blocks that the step must copy; empty for a group in host memory, whose copy
+            is queued here.
         """
         blocks = self.tables[slot, :, start // self.block_sizes[self.kind[slot]]]
         if self.placement is not None:

@@ -81,7 +81,7 @@ class RequestPrefixes:
         return root if request.cache_salt is None else root_digest(root, request.cache_salt.encode())
 
     def no_digests(self) -> tuple[list[bytes], ...]:
-        """Return an empty list of digests for each cache kind, for `RequestState.digests`."""
+        """Return new, empty digest lists for `RequestState.digests`; kinds with the same block size share a list."""
         of_size = {size: list[bytes]() for size in self._cache.block_sizes}
         return tuple(of_size[size] for size in self._cache.block_sizes)
 

@@ -204,7 +204,11 @@ def _programs(fields: dict[str, Any]) -> ProgramCosts:
     coefficients = _list(fields.get("coefficients"), where)
     numbers = _numbers({str(i): v for i, v in enumerate(coefficients)}, where)
     try:
-        return ProgramCosts(shapes=ProgramShapes(**values), coefficients=tuple(numbers.values()))
+        shapes = ProgramShapes(**values)
+    except ValueError as error:
+        raise ValueError(f"programs.shapes.{error}") from None
+    try:
+        return ProgramCosts(shapes=shapes, coefficients=tuple(numbers.values()))
     except ValueError as error:
         raise ValueError(f"programs.{error}") from None
 

@@ -266,7 +266,7 @@ def _hashes(cell: str, name: str, line: int) -> NDArray[np.int64]:
         return np.array([int(part) for part in cell.split()], np.int64)
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"{name} line {line}: hash_ids={cell.strip()!r:.40} must be whole numbers of 64 bits, separated by spaces (--trace)"
+            f"{name} line {line}: hash_ids={cell.strip()!r:.40} must be 64-bit integers separated by spaces (--trace)"
         ) from None
 
 

@@ -77,7 +77,7 @@ class StandbyWorker:
             self._made.append(TrialWorker(setup))
 
     def take(self) -> TrialWorker | None:
-        """Wait for the child and return it; None: it did not start, or has exited."""
+        """Wait until the child has started, and return it; None: it failed to start, or has exited since."""
         self._thread.join()
         worker = self._made.pop() if self._made else None
         if worker is not None and not worker.is_alive:

@@ -390,7 +390,7 @@ def load_chat_template(path: Path | str, override: str | None = None) -> ChatTem
         override: a file to use instead, the name of one of the model's templates, or ``none``.
 
     Returns:
-        The template, or None if the model has no template.
+        The template. None if the model has no template, or only named ones without `default`, or `override` is "none".
 
     Raises:
         ModelLoadError: a file is damaged or too large.

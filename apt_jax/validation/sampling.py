@@ -209,8 +209,9 @@ def _bad_words(tokenizer: Encoder | None, value: object) -> tuple[str, ...]:
 def bad_words_token_ids(
     limits: RequestLimits, tokenizer: Encoder | None, words: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words: at the start of a text, and also after a space if that changes the first
-    token but not the number of tokens.
+    """Return the token sequences of each word, tokenized as at the start of a text.
+
+    The tokenization after a space is added if it has another first token and the same number of tokens.
 
     Raises:
         InvalidRequestError: a word has no tokens, or a token outside the vocabulary.

@@ -79,7 +79,7 @@ class StrictConnection(h11.Connection):
         """See `h11.Connection`.
 
         Raises:
-            h11.RemoteProtocolError: the request is malformed or ambiguous, or has another HTTP version.
+            h11.RemoteProtocolError: the request is malformed or ambiguous, or has an unsupported HTTP version.
         """
         unread = self.trailing_data[0] if self.their_state is h11.IDLE else b""
         event = super().next_event()
@@ -87,7 +87,7 @@ class StrictConnection(h11.Connection):
             head = unread[: len(unread) - len(self.trailing_data[0])]
             if not event.http_version.startswith(b"1."):
                 self.has_other_version = True
-                raise h11.RemoteProtocolError("another version of HTTP")
+                raise h11.RemoteProtocolError("unsupported HTTP version (only 1.x)")
             names = {name for name, _ in event.headers}
             if {b"content-length", b"transfer-encoding"} <= names or _DOUBTFUL_LINE.search(head):
                 raise h11.RemoteProtocolError("a head that can be read in two ways")

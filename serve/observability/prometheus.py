@@ -135,8 +135,8 @@ class ServerMetrics:
             sums.finished[delta.finish_reason] += 1
 
     def own_numbers(self, tenant: str) -> dict[str, dict[str, float]]:
-        """Return distributions and finish reasons of one tenant's requests: values keyed by sample name, then by bucket
-        or finish reason. Called in the engine's thread."""
+        """Return the latency distributions of one tenant's requests and their counts by finish reason: values keyed by
+        sample name, then by bucket or finish reason ("" for sums). Called in the engine's thread."""
         sums = self._of_tenants.get(tenant) or _TenantSums()
         numbers: dict[str, dict[str, float]] = {"vllm:request_success_total": dict(sums.finished)}
         for name, values in (

@@ -61,7 +61,7 @@ def _dense(
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """Compute `ops.linear.dense` with the gradient of `_product`."""
+    """Compute `ops.linear.dense` for unquantized weights, differentiable by the custom gradient of `_product`."""
     out = _product(x.astype(w.dtype), w)
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None, :]

@@ -384,7 +384,8 @@ def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: in
 
 
 def _tokens_within(view: SchedulerView, first: Rows, limit_s: float, limit: int) -> int:
-    """Return the number of prompt tokens, at least one block, that take at most about `limit_s` in a step.
+    """Return the number of prompt tokens that take at most about `limit_s` in a step: at least one block, or `limit` if
+    that is less; `limit` if costs are unknown.
 
     Args:
         view: the scheduler's view.
