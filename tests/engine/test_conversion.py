@@ -309,7 +309,7 @@ def test_broken_promises_are_named():
     for changes, message in (
         ({"free_blocks": blocks - 1}, "blocks needed"),
         ({"can_convert": False}, "can_convert is False"),
-        ({"total_blocks": 6}, "never end"),
+        ({"total_blocks": 6}, "could outgrow the pool"),
     ):
         with pytest.raises(AssertionError, match=message):
             check_plan(dataclasses.replace(view, **changes), wanted)

@@ -47,5 +47,5 @@ def test_without_it_xla_takes_its_place_and_says_what_to_install(no_triton, capl
 
 
 def test_without_it_the_kernels_asked_for_by_name_are_refused(no_triton) -> None:
-    with pytest.raises(ConfigError, match=r"'triton' is not available: JAX .* has no Triton backend.*jax<0\.13"):
+    with pytest.raises(ConfigError, match=r"'triton' is not available: JAX .* lacks Pallas' Triton backend.*jax<0\.13"):
         choose_attention("gpu", "triton", "sm_80", {})

@@ -1,10 +1,10 @@
 """The greedy scheduler that Apt-Serve's authors released, as plain Python, one request at a time: what
 `AptReleasedPolicy` must decide.
 
-Written from `_schedule_greedy` of github.com/eddiegaoo/Apt-Serve (`additional_designs/core/aptserve_scheduler.py`, head
-a97ca49), without a line of `apt_jax.lab` or `apt_jax.sched` but the state that it reads. A block is one of the released
-code: keys and values of `block_size` positions, twice a block of the pool. What that code refuses, a request that the
-pool can never hold with keys and values, is as `AptReleasedPolicy` says: it is offered the hidden kind alone.
+Written from `_schedule_greedy` in the scheduler of github.com/eddiegaoo/Apt-Serve (head a97ca49), without a line of
+`apt_jax.lab` or `apt_jax.sched` but the state that it reads. A block is one of the released code: keys and values of
+`block_size` positions, twice a block of the pool. What that code refuses, a request that the pool can never hold with
+keys and values, is as `AptReleasedPolicy` says: it is offered the hidden kind alone.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The greedy scheduler that Apt-Serve's authors released, which differs from the text of their paper.
 
-Source: `additional_designs/core/aptserve_scheduler.py` of github.com/eddiegaoo/Apt-Serve, `_schedule_greedy`.
+Source: `_schedule_greedy` in the scheduler of github.com/eddiegaoo/Apt-Serve.
 """
 
 from typing import Literal, NamedTuple
@@ -149,7 +149,8 @@ class AptReleasedPolicy:
             packer.continue_prefill(partial)
         memory = view.free_blocks - growth(view, partial)
         if waiting.size and memory > 0:
-            cost = _cost(view, waiting, view.table.num_tokens.take(waiting))
+            shared = view.table.shared_prefix_blocks.take(waiting, axis=0)[:, [KV, HIDDEN]]
+            cost = _cost(view, waiting, view.table.num_tokens.take(waiting), shared)
             options = _options(view, waiting, urgent, num_requests, near_zero, cost)
             lengths = np.minimum(view.remaining(waiting, KV), view.max_num_batched_tokens)
             alone = idle and packer.is_empty
@@ -172,9 +173,11 @@ class AptReleasedPolicy:
     ) -> Plan:
         table = view.table
         memory = view.free_blocks + int(table.num_blocks[decoding].sum()) - growth(view, partial)
-        cost = _cost(view, decoding, table.num_tokens.take(decoding) + 1)
+        holds_hidden = table.kind.take(decoding) == HIDDEN
+        shared = table.num_shared.take(decoding)[:, None] * np.stack([~holds_hidden, holds_hidden], axis=1)
+        cost = _cost(view, decoding, table.num_tokens.take(decoding) + 1, shared)
         options = _options(view, decoding, urgent, num_requests, near_zero, cost)
-        changes = _changes(options, cost, (table.kind.take(decoding) == HIDDEN).tolist(), memory)
+        changes = _changes(options, cost, holds_hidden.tolist(), memory)
         stays = np.zeros(decoding.size, np.bool_)
         stays[[i for i, changed in changes.items() if not changed]] = True
         if partial.size and not stays.any():  # otherwise nothing would run
@@ -260,17 +263,18 @@ def _increments(value: NDArray[np.float64], cost: NDArray[np.int32], memory: int
     ]
 
 
-def _cost(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+def _cost(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32], shared: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the (2, n) numbers of blocks for `tokens` positions: row 0 as keys and values, row 1 as the hidden kind.
 
     As in the released code, row 1 is half of row 0, rounded up to whole groups, but at least the real need. If the
-    hidden kind is not allowed, row 1 repeats row 0; if only the hidden kind is allowed, row 1 is the real need.
+    hidden kind is not allowed, row 1 repeats row 0; if only the hidden kind is allowed, row 1 is the real need. The
+    (n, 2) blocks that a request shares with others are subtracted; at least one block remains.
     """
     kv, hidden = view.blocks_for(tokens, KV), view.blocks_for(tokens, HIDDEN)
     per_group = view.blocks_per_group[KV]
     allowed = allowed_kinds(view, rows)
     rounded = np.where(allowed[:, KV], np.maximum(-(-kv // per_group // 2) * per_group, hidden), hidden)
-    return np.stack([kv, np.where(allowed[:, HIDDEN], rounded, kv)])
+    return np.maximum(np.stack([kv, np.where(allowed[:, HIDDEN], rounded, kv)]) - shared.T, 1)
 
 
 def _options(
@@ -296,7 +300,13 @@ def _options(
     pending_s = urgent.pending_s
     hidden_value = pending_s - num_requests * (view.kinds[HIDDEN].extra_per_token_s * view.block_size) * groups
     allowed = allowed_kinds(view, rows)
-    both = allowed[:, [KV, HIDDEN]].all(axis=1) & ~urgent.violated & (groups > 1) & (hidden_value >= pending_s / 2)
+    both = (
+        allowed[:, [KV, HIDDEN]].all(axis=1)
+        & ~urgent.violated
+        & (groups > 1)
+        & (kv > hidden)
+        & (hidden_value >= pending_s / 2)
+    )
     only_hidden = ~allowed[:, KV]
     with np.errstate(divide="ignore", invalid="ignore"):  # of rows without the option
         to_kv = np.where(

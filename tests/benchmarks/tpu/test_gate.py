@@ -235,5 +235,5 @@ def test_a_kernel_that_mosaic_refuses_fails_by_name():
     case = gate.TpuKernelCase(op="decode_kv", shape="opt-125m", dtype="float16")
     outcome = gate.check_kernel(case, "v6e")
     assert outcome.place == "decode_kv, opt-125m float16 on v6e"
-    assert "takes no float16" in outcome.failures[0]
+    assert "does not support float16" in outcome.failures[0]
     assert jax.default_backend() == "cpu"

@@ -689,7 +689,7 @@ def test_a_server_that_is_not_there():
     [
         (("info",), "this port speaks HTTP; give the server's gRPC port (--target), 50051 by default"),
         (("chat",), "this port speaks HTTP"),
-        (("bench", "--request-rate", "1", "--num-prompts", "1"), "or --backend openai --target http://127.0.0.1:"),
+        (("bench", "--request-rate", "1", "--num-prompts", "1"), "or use --backend openai --target http://127.0.0.1:"),
     ],
 )
 def test_an_http_port_is_told_apart_from_one_of_grpc(argv, says):

@@ -130,7 +130,7 @@ def test_options_are_those_of_sampling():
         ("chat", {"messages": HELLO, "model": 5}, 400, "model: a number is not a name"),
         ("chat", {"messages": [{"role": "user", "content": "x" * 9000}]}, 400, "messages: "),
         ("generate", {"prompt": "x" * 9000}, 400, "prompt: "),
-        ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: the model's vocabulary has no tokens"),
+        ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: the model's vocabulary has no fill-in-the-middle tokens"),
         ("generate", {"prompt": "a", "context": [1]}, 400, "context: is not kept here"),
         ("generate", {"prompt": 5}, 400, "prompt: a number is not text"),
         ("embed", {"input": [5]}, 400, "input: a number is not text"),
