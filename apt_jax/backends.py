@@ -242,7 +242,8 @@ def _maker(name: str) -> Callable[[str | None], KernelBackend]:
 
 @functools.cache
 def attention_ops(platform: str, name: str | None = None, chip: str | None = None) -> KernelBackend:
-    """Return the implementation called `name`, or the default for a JAX platform.
+    """Return the implementation called `name`, or the default for a JAX platform. If the default cannot be used on this
+    machine, log a warning and return `xla`.
 
     Args:
         chip: chip that kernels are tiled for, one of `triton_tiles.CHIPS` or a TPU generation of

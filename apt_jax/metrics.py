@@ -179,7 +179,7 @@ class RequestRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Percentiles of one quantity over requests; None: no request has the quantity."""
+    """Percentiles of one quantity over requests; None: the quantity is known for no request."""
 
     p50: float | None
     p90: float | None

@@ -117,8 +117,8 @@ class SamplingParams:
 
 
 class TokenConstraint(Protocol):
-    """State of a constraint: the tokens that one request may generate next, given its output so far. An exception fails
-    only this request."""
+    """State of a constraint: the tokens that one request may generate next, given its output so far. If a method
+    raises, only this request fails."""
 
     @property
     def ended(self) -> bool:
@@ -166,7 +166,7 @@ class EngineRequest:
     request_id: str
     """Id unique among live requests: `engine_id` of tenant and label."""
     prompt: str | None
-    """Text of the prompt; None: the prompt was given as tokens."""
+    """Text of the prompt; None: it was given as tokens, or `truncate_prompt_tokens` is set."""
     prompt_token_ids: NDArray[np.int32]
     """Token ids of the prompt, (prompt_len,), read-only."""
     params: SamplingParams

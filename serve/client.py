@@ -33,10 +33,10 @@ HTTP_SCHEMES = ("http://", "https://")
 
 
 def address(target: str) -> str:
-    """Convert ``grpc://HOST:PORT`` or ``HOST:PORT`` to gRPC's form.
+    """Return the ``HOST:PORT`` in ``grpc://HOST:PORT`` or ``HOST:PORT``.
 
     Raises:
-        ValueError: `target` has another form.
+        ValueError: `target` has neither format.
     """
     if target.startswith(HTTP_SCHEMES):
         raise ValueError(
@@ -51,12 +51,13 @@ def address(target: str) -> str:
 
 
 def is_http_port(details: str | None) -> bool:
-    """Return whether the details of a failed call show that the port speaks HTTP/1 instead of gRPC."""
+    """Return True if the details of a failed call show that the port speaks HTTP/1 instead of gRPC."""
     return details is not None and ("http1.x server" in details or "Failed parsing HTTP/2" in details)
 
 
 def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:
-    """Return TLS credentials from a PEM file of CAs; None: plaintext. Raises ConfigError: the file cannot be read."""
+    """Return TLS credentials from a PEM file of CAs, or None (plaintext) if `tls_ca` is None. Raises ConfigError: the
+    file cannot be read."""
     if tls_ca is None:
         return None
     try:
@@ -76,7 +77,8 @@ def make_request(
     deadline_ms: float | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """Return a `GenerateRequest` message; `sampling` has fields of its SamplingParams. None: the server's default.
+    """Return a `GenerateRequest` message; `sampling` are fields of its `SamplingParams`. A value of None selects the
+    server's default.
 
     `structured_outputs` is a mapping of the fields of `apt_jax.StructuredOutputsParams`.
 

@@ -8,5 +8,5 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def json_bytes(value: Any) -> bytes:
-    """Encode a value; lone surrogates become question marks."""
+    """Encode a value as compact JSON in UTF-8; lone surrogates become question marks."""
     return _encode(value).encode("utf-8", "replace")

@@ -6,7 +6,7 @@ One `Preprocessing` serves all protocols of a server. No call may hold up the ca
   address if the server has no keys. Owners take turns, each has a bounded share of the queue, and a call whose client
   has disconnected leaves the queue at once.
 * Long texts are handled in a separate thread, and tokenized in a child process (`apt_jax.text.long_texts`).
-* Constraints that have been compiled before never wait; new constraints are compiled one at a time.
+* New constraints are compiled one at a time; constraints that have been compiled before do not wait for them.
 * All bodies that are being read or processed share one memory budget (`BodyBudget`); an owner can take at most half.
 * Memory freed by a large call is returned to the system.
 """
@@ -259,11 +259,11 @@ class Preprocessing:
             self._trim_later()
 
     async def compile_grammars(self, requests: Sequence[EngineRequest], owner: Owner) -> list[EngineRequest]:
-        """Return the requests with compiled constraints. Constraints that have been compiled before do not wait.
+        """Return the requests with compiled constraints. Those that have been compiled before do not wait for others.
 
         Raises:
             InvalidRequestError: a constraint cannot be used.
-            QueueFullError: too many new constraints are waiting.
+            QueueFullError: too many calls are waiting, or the wait was too long.
         """
         made = []
         for request in requests:

@@ -268,8 +268,8 @@ def _lower_compute_thread_priority(others: set[int]) -> None:
     """Give the model's compute threads, which use every CPU core, a lower priority than threads that serve calls.
 
     Args:
-        others: ids of native threads that existed before the model. They keep their priority, and so do all Python
-            threads, because they wait for each other to release the GIL.
+        others: ids of native threads that existed before the model. They keep their priority. So do all Python
+            threads, because a thread of high priority would wait for the GIL while a thread of low priority holds it.
     """
     import jax
 
@@ -304,8 +304,8 @@ def raise_file_limit() -> int:
 def grpc_connections(wanted: int, http: int, limit: int) -> int:
     """Return the maximum number of open gRPC connections: `wanted`, or fewer if the limit on open files is low.
 
-    The HTTP server stays within the number of files that can still be opened (`serve.http_api.acceptor`). The gRPC
-    server cannot, and would use them all.
+    The HTTP server leaves some file descriptors free for other uses (`serve.http_api.acceptor`). The gRPC server
+    cannot do so, and without a limit would use them all.
 
     Args:
         wanted: configured maximum number of gRPC connections.

@@ -14,7 +14,7 @@ class WatcherSlots:
     """Slots for the watchers of one kind. Each tenant can take a few slots, and some are reserved for operators.
 
     Args:
-        what: noun for the watchers in error messages.
+        what: words after the number of watchers in error messages, such as "dashboards are open".
         total: number of slots.
         of_tenant: maximum number of slots per tenant; the same number is reserved for operators.
     """

@@ -1,4 +1,4 @@
-"""A pool of block ids with a free list, and definitions that the modules of the cache share."""
+"""A pool of block ids with a free list, and definitions shared by the other cache modules."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -53,14 +53,14 @@ class GroupPool:
         blocks_per_group: number of blocks of a group, by kind.
         prefixes: registered and idle groups.
         tracker: prefix hits of waiting requests; None: not tracked.
-        tier: groups in host memory; None: no blocks of host memory are used.
+        tier: groups in host memory; None: host memory is not used.
         num_refs: number of requests that hold the group.
-        generation: number of times that the block was allocated as a first block; distinguishes successive uses of the
-            block.
+        generation: incremented when the block is allocated as a first block, and when its group gets a second user
+            (`apt_jax.cache.sharing`); distinguishes successive uses of the block.
         second: V block of the group; `NULL_BLOCK` for the hidden kind.
         slot_sum: sum of the slots that hold the group; equals the slot if there is only one holder.
         is_expected: True: a step in flight fills the group, which may be registered afterwards.
-        num_private: number of groups that no other slot holds, by slot.
+        num_private: for each slot, the number of groups that only this slot holds.
         ownership_changed: True: `num_private` of a slot has changed for a reason other than the slot's own allocations.
         in_use: number of groups with a holder, by kind.
         placement: is notified of new groups; None: each group is filled from the left by one request at a time.
@@ -109,7 +109,7 @@ class GroupPool:
         seconds: int | NDArray[np.int32],
         slots: int | NDArray[np.int32],
     ) -> None:
-        """Record the only holder of newly allocated groups; the caller updates `in_use` and `num_private`."""
+        """Record the only holder of each newly allocated group; the caller updates `in_use` and `num_private`."""
         self.num_refs[firsts] = 1
         self.generation[firsts] += 1
         self.slot_sum[firsts] = slots
@@ -160,7 +160,8 @@ class GroupPool:
     # --- prefixes --------------------------------------------------------------------------------------------------
 
     def share(self, nodes: Sequence[Node], slot: int) -> NDArray[np.int32] | None:
-        """Add a holder to the first groups of a path from the root; groups that are only in host memory will be loaded.
+        """Make a slot a holder of `nodes`, the first groups of a path from the root. Groups that are only in host
+        memory get device blocks, and the step being built loads them.
 
         Returns:
             (n,) first blocks of the groups; None: groups in host memory cannot be loaded, and nothing has changed.
@@ -246,7 +247,7 @@ class GroupPool:
         return firsts
 
     def copy_source(self, node: Node) -> CopySource | None:
-        """Return the source for a copy of a registered group; None: the group has just been evicted.
+        """Return the source for a copy of a registered group; None: the group was evicted while this step was built.
 
         The call counts as a use of the group.
         """
@@ -314,14 +315,14 @@ class GroupPool:
             self.tracker.registered(new)
 
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
-        """Cancel the registration of expected groups, and free groups without a holder."""
+        """Cancel the registration of expected groups; groups that no request holds become free."""
         same = self.generation[firsts] == generations
         self.is_expected[firsts[same]] = False
         for first in firsts[same].tolist():
             self._discard(first)
 
     def drop(self, node: Node) -> None:
-        """Unregister a node and its descendants; groups without a holder become free."""
+        """Unregister a node and its descendants; groups that no request holds become free."""
         nodes = self.prefixes.subtree(node)
         if self.tracker is not None:
             self.tracker.dropped(nodes)
@@ -341,9 +342,9 @@ class GroupPool:
             self._discard(first)
 
     def lose_device(self) -> None:
-        """Forget registered and expected groups without a copy in host memory, after the device lost its contents.
+        """Keep only the registered groups that have a copy in host memory, after the device lost its contents.
 
-        No group may be held.
+        If a group has no copy, its descendants are forgotten too. No group may be held.
         """
         if self.tier is None:
             self.clear_prefixes()

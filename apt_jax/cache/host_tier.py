@@ -1,7 +1,7 @@
 """The second tier of the cache: copies of registered groups in host memory, and the transfers of a step.
 
-Groups without a holder stay on the device until their blocks are needed: then `GroupPool` evicts and *saves* a group,
-and its node stays in the tree. A request that finds the node gets new blocks, into which the group is *loaded*. The
+A group without a holder stays on the device until its blocks are needed: then `GroupPool` evicts and *saves* it, and
+its node stays in the tree. A request that finds the node gets new blocks, into which the group is *loaded*. The
 copy in host memory is kept as long as there is space, so the group need not be saved again. Preempted requests are
 restored in this way, and prefixes are kept longer than the device pool alone would allow.
 
@@ -145,7 +145,7 @@ class HostTier:
         return None if found is None or _is_above(found, node) else found
 
     def write_out(self, nodes: Sequence[Node], first: int | None = None) -> None:
-        """Queue groups to be written to disk, if they are in host memory.
+        """Queue groups for writing to disk; groups whose contents are not in host memory are left out.
 
         Args:
             nodes: the groups.
@@ -162,7 +162,7 @@ class HostTier:
     # --- transfers of a step ---------------------------------------------------------------------------------------
 
     def pin(self, nodes: Sequence[Node]) -> None:
-        """Keep groups with valid copies in host memory until the step has been built."""
+        """Do not drop `nodes`, which have valid copies in host memory, until the step has been built."""
         self.pinned.update(nodes)
 
     def take_transfers(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

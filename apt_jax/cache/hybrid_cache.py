@@ -24,7 +24,7 @@ Block 0 (`NULL_BLOCK`) is reserved: it pads block tables, and is never allocated
 With prefix caching, requests share groups (`apt_jax.cache.group_pool`); with a second tier, evicted groups go to host
 memory (`apt_jax.cache.host_tier`). No request writes to a group that is registered or has two holders
 (`check_writable`): a request that reuses all but the last position of such a group gets a copy to write to. Only the
-two users of a group in `apt_jax.cache.sharing` write to the same group, each to its own slots.
+two users of a group in `apt_jax.cache.sharing` write to the same group, each to its own token slots.
 
 Layers, from the bottom: `BlockPool` allocates blocks; `GroupPool` shares groups of blocks; `HybridCache` gives groups
 to requests and keeps their block tables, one row per slot. A slot is the index of a request that holds cache, in [0,
@@ -55,7 +55,7 @@ class HybridCache:
         tables: (max_num_seqs, 2, J) int32 block tables as drawn above; J grows on demand.
         num_groups: number of groups held, ceil(num_tokens / block_sizes[kind]).
         num_tokens: number of positions reserved.
-        num_private: number of groups that no other slot holds.
+        num_private: number of groups that only this slot holds.
         kind: cache kind held; `NO_KIND` for free slots.
         block_sizes: number of positions of a group, by kind.
         blocks_per_group: number of blocks of a group, by kind.
@@ -63,7 +63,7 @@ class HybridCache:
         slot_by_owner: slot of each owner that holds cache.
         free_slots: free slots; the last is used next.
         prefixes: registered groups; None: prefix caching is off.
-        tier: groups in host memory; None: no blocks of host memory are used.
+        tier: groups in host memory; None: host memory is not used.
         placement: placement of positions in groups; None: each group is filled from the left by one request at a time.
     """
 
@@ -168,13 +168,13 @@ class HybridCache:
     # --- reserving and releasing -----------------------------------------------------------------------------------
 
     def reserve(self, owner: int, num_tokens: int, kind: int) -> bool:
-        """Allocate the missing blocks for the owner's positions [0, num_tokens); takes a slot at the first call.
+        """Allocate the missing blocks for an owner's positions [0, num_tokens); an owner without a slot gets one.
 
         Returns:
             False: too few blocks or no slot is free, and nothing has changed.
 
         Raises:
-            CacheIntegrityError: the owner holds another kind, or more positions.
+            CacheIntegrityError: the owner holds another kind or more positions, or has no slot and needs no block.
         """
         slot = self.slot_by_owner.get(owner, NO_SLOT)
         groups = -(-num_tokens // self.block_sizes[kind])
@@ -349,7 +349,7 @@ class HybridCache:
         return num_blocks
 
     def _empty(self, slot: int, *, is_read: bool = False) -> int:
-        """Free all blocks of a slot, which stays in use; returns their number. For `is_read` see
+        """Release all groups of a slot, which stays in use; returns the number of their blocks. For `is_read` see
         `GroupPool.release`."""
         groups, kind = int(self.num_groups[slot]), int(self.kind[slot])
         if self.placement is not None:
@@ -432,12 +432,12 @@ class HybridCache:
                 self.groups.prefixes.idle.move_to_end(node.block)
 
     def copy_source(self, node: Node) -> CopySource | None:
-        """Return the source for a copy of a registered group, see `GroupPool.copy_source`."""
+        """Return the source for a copy of a registered group; see `GroupPool.copy_source`."""
         return self.groups.copy_source(node)
 
     def begin_copy(self, slot: int, start: int, source: CopySource) -> NDArray[np.int32]:
-        """Prepare a copy of a registered group into the slot's new group, which holds position `start`, for the step
-        being built.
+        """Prepare the step being built to copy a registered group into the slot's new group, which holds position
+        `start`.
 
         Returns:
             (m, 2) source and destination blocks that the step must copy; empty for a group in host memory, whose copy
@@ -487,7 +487,7 @@ class HybridCache:
         self.groups.register(kind, digests, begin, firsts, generations, slot, table)
 
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
-        """Cancel the registration of expected groups; groups without a holder become free."""
+        """Cancel the registration of expected groups; groups that no request holds become free."""
         self.groups.discard(firsts, generations)
 
     def drop_prefix(self, kind: int, digests: Sequence[bytes], begin: int) -> None:
@@ -500,7 +500,8 @@ class HybridCache:
                 self.groups.drop(node)
 
     def lose_device(self) -> None:
-        """Forget all groups except copies in host memory, after the device lost its contents. No group may be held."""
+        """Keep only groups that have a copy in host memory, after the device lost its contents; see
+        `GroupPool.lose_device`."""
         self.groups.lose_device()
 
     def clear_prefixes(self) -> None:
@@ -510,7 +511,7 @@ class HybridCache:
     # --- for a step ------------------------------------------------------------------------------------------------
 
     def block_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return a copy of the block tables of `slots`, (n, 2, J); J is the maximum number of groups of one of them.
+        """Return a copy of the block tables of `slots`, (n, 2, J); J is the largest number of groups that a slot holds.
 
         Raises:
             CacheIntegrityError: an entry in use is not in [1, num_blocks], or an unused entry is not `NULL_BLOCK`. JAX
@@ -539,7 +540,8 @@ class HybridCache:
 
     def check_writable(self, slots: NDArray[np.int32], start: NDArray[np.int32]) -> None:
         """Check that no other request can read the groups that a step writes to, from position `start` on. A group may
-        have two holders if both are its users (`Placement.have_two_users`), because each writes only to its own slots.
+        have two holders if both are its users (`Placement.have_two_users`), because each writes only to its own token
+        slots.
 
         Raises:
             CacheIntegrityError: another request may read such a group, because it is registered or has another holder.

@@ -50,7 +50,7 @@ class Placement(Protocol):
         ...
 
     def have_two_users(self, firsts: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return an (n,) mask: True if two requests use the group, each with slots of its own."""
+        """Return an (n,) mask: True if two requests use the group, each with token slots of its own."""
         ...
 
     def traffic(self) -> SlotTraffic:

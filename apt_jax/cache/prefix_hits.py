@@ -37,7 +37,7 @@ class Hit(NamedTuple):
     host: int
     """Number of positions copied from host memory; part of `tokens`."""
     held_blocks: int
-    """Number of blocks of the prefix that other requests hold already."""
+    """Number of blocks of the prefix that other requests already hold."""
 
 
 class PrefixHitTracker:

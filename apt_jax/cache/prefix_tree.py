@@ -125,7 +125,7 @@ class PrefixTree:
         self._by_digest[node.kind][node.digest] = node
 
     def place(self, node: Node, block: int) -> None:
-        """Record that a group in host memory is now also on the device, with this first block."""
+        """Record that the group of a node is now on the device, with this first block."""
         node.block = block
         self.node_of[block] = node
         self.is_registered[block] = True

@@ -97,8 +97,8 @@ class StepBatch:
     first. The other copies give a request its own copy of a group that it shared with another request; their sources
     are not destinations of other copies."""
     saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
-    """Blocks saved to host memory, (m, 2): device block and host block. They are read before the step writes anything,
-    including its copies and loads. No host block occurs twice or is loaded in the same step."""
+    """Blocks saved to host memory, (m, 2): device block and host block. They are read before anything is written,
+    including by copies and loads. No host block occurs twice or is loaded in the same step."""
     loads: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """Blocks loaded from host memory, (m, 2): host block and device block. They are written after the copies and before
     conversions and the step. No device block occurs twice; `HostMemory.ready_to_load` must have returned True for all

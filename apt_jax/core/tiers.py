@@ -91,11 +91,11 @@ class DiskStore(Protocol):
         ...
 
     def group_bytes(self, kind: int) -> int:
-        """Return the number of bytes read for a group."""
+        """Return the size of a stored group in bytes, without headers."""
         ...
 
     def write(self, kind: int, digest: bytes, depth: int, blocks: Sequence[int], is_downward: bool) -> None:
-        """Write a group from host memory, after the pending saves of its blocks have finished. The caller may reuse the
+        """Start writing a group from host memory; pending saves of its blocks finish first. The caller may reuse the
         blocks immediately. If the group is already stored, only its time of last use is updated.
 
         Args:

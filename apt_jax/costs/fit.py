@@ -5,9 +5,8 @@ Two models are fitted to the same points, both by non-negative least squares on 
 * a linear model (`StepCosts`), for policies:
     prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
     decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
-  A step with both phases takes the sum if it is two programs. If it is one program, its decode rows add only their
-  tokens to the prefill part and the cache that they read, as in `StepCosts` when the chunks have the larger linear
-  part;
+  A step with both phases takes the sum if it is two programs. If it is one program, each decode row adds only a token
+  to the prefill part and the cost of reading its cache, as in `StepCosts` when the chunks have the larger linear part;
 * a model by compiled program and tile (`ProgramCosts`), for predictions: in the simulator, and for the latency
   objectives of the demonstration. The base time of a program with few or no points is kept near the line between the
   base times of the neighbouring sizes.
@@ -39,7 +38,7 @@ class StepPoint:
     """Cache kind of each row: `KV` or `HIDDEN`."""
     time_s: float
     held_back: bool = False
-    """True if the point is held out: a step like those of a server, used to measure a fit to the other points."""
+    """True if the point is held out: a step like those of a server, used to judge a fit to the other points."""
 
     @property
     def is_prefill(self) -> bool:
@@ -86,7 +85,7 @@ _DECODE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitQuality:
-    """Quality of a phase's fit on held-out points."""
+    """Quality of a phase's fit on its held-out points, or on all its points if no point is held out."""
 
     num_points: int
     num_held_back: int

@@ -18,7 +18,7 @@ OPTIONAL_COEFFICIENTS = ("convert_per_hidden_token_s", "load_base_s", "load_per_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Description of one model on a kind and number of devices; times are in seconds, sizes in tokens or blocks."""
+    """Description of one model on given devices; times are in seconds, sizes in tokens or blocks."""
 
     name: str
     """Name of the device kind, a value of ``--hardware`` such as ``a100-40gb``."""
@@ -35,7 +35,7 @@ class Hardware:
     hidden request ceil(n / `hidden_block_size`)."""
     hidden_blocks_per_group: int | None
     """Blocks per group of the hidden kind: 1. None: the hidden kind is not offered, because layer inputs are not
-    smaller than keys and values (few KV heads) or were not measured."""
+    smaller than keys and values (few KV heads) or its costs were not measured."""
     costs: Mapping[str, StepCosts]
     """Step costs for each kind of attention over hidden cache: ``reproject``, ``absorb`` (only if absorption is exact
     for the model) or both; only ``kv`` if the hidden kind is not offered. All entries have the same KV coefficients."""

@@ -10,7 +10,7 @@ padding. This model describes the staircase:
                                + if programs are compiled by kind: once for hidden rows in a step with chunks, and by
                                  the padded size of its hidden prefixes
 
-The model is fitted by non-negative least squares like the linear one. The simulator predicts step times with it;
+The model is fitted by non-negative least squares like the linear model. The simulator predicts step times with it;
 policies do not use it.
 """
 

@@ -79,7 +79,8 @@ _begun: "dict[str, concurrent.futures.Future[bytes | None]]" = {}
 
 
 def begin() -> None:
-    """Compile missing kernels for this machine in a thread, because this takes as long as the rest of a first start."""
+    """Start compiling missing kernels in a thread if JAX can use only the CPU, because compiling takes as long as the
+    rest of a first start."""
     # Other platforms need a plugin package; if one is installed, the platform is not known before JAX starts.
     plugins = ("jax_plugins", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
     if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu" or any(map(importlib.util.find_spec, plugins)):
@@ -164,7 +165,8 @@ def _noted(error: LastingBuildError, compiler: list[str], directory: Path, name:
 
 
 def _failed_before(compiler: list[str], directory: Path, name: str) -> KernelBuildError | None:
-    """Return the error of a build that failed less than a day ago; None: there is no such record."""
+    """Return the error of a build with this compiler that failed less than a day ago; None: no such build is
+    recorded."""
     path = _failed_path(directory, name)
     try:
         note = json.loads(read_private(path) or b"{}")
@@ -185,7 +187,7 @@ def _repeated(reason: str, path: Path, left_s: float) -> KernelBuildError:
 
 @contextlib.contextmanager
 def _alone(directory: Path | None) -> Iterator[None]:
-    """Wait until no other process compiles for this directory, because compiling in parallel would not be faster."""
+    """Let only one process at a time compile for this directory, because compiling in parallel would not be faster."""
     if directory is None:
         yield
         return
@@ -199,7 +201,7 @@ def _alone(directory: Path | None) -> Iterator[None]:
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
-    """Return the cached library, if it is complete and only this user could have written it; None: it must be
+    """Load the cached library, if it is complete and only this user could have written it; None: it must be
     compiled."""
     descriptor = open_private(path)
     if descriptor is None:

@@ -153,8 +153,8 @@ def split_qkv(
     *,
     live: Int32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T Q"], Float[Array, "T KH"], Float[Array, "T KH"]]:
-    """Split one product into q, k and v, with flattened heads, in `dtype`. q and k are rotated; non-finite values of k
-    and v become zero."""
+    """Split one product into q, k and v, with flattened heads, in `dtype`. The bias is added, and q and k are rotated;
+    non-finite values of k and v become zero."""
     rows, queries = sums.shape[0], num_heads * head_dim
     keys = (sums.shape[1] - queries) // 2
     out = tuple(jax.ShapeDtypeStruct((rows, width), dtype) for width in (queries, keys, keys))

@@ -236,7 +236,7 @@ class Leader(Hosts):
 
 
 class Follower(Hosts):
-    """The stream of another rank to rank 0.
+    """The stream to rank 0, on a rank other than 0.
 
     Args:
         ours: this rank's configuration.

@@ -30,7 +30,8 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
     device.
 
     Raises:
-        ConfigError: this rank's flags are wrong: no join key, an address of another host, or a port in use.
+        ConfigError: grpcio or protobuf is not installed, or this rank's flags are wrong: no usable join key, an address
+            of another host, or a port in use.
         HostError: a rank did not join, was lost, or has different flags, another model or another version; all ranks
             that joined raise it. If join keys differ, only the rank with the wrong key raises it.
     """
@@ -68,7 +69,7 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
 
 
 def lead(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None) -> Leader:
-    """Wait, as rank 0, for the other ranks. Raises: see `join`."""
+    """Wait, as rank 0, until the other ranks have joined. Raises: see `join`."""
     from apt_jax.distributed import transport
 
     with contextlib.closing(_bind(ours, 1, "the port after --master-port")) as probe:
@@ -115,7 +116,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def connect(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None) -> Follower:
-    """Connect to rank 0 from another rank, and introduce that rank. Raises: see `join`."""
+    """Connect to rank 0 from another rank, and send it this rank's settings. Raises: see `join`."""
     from apt_jax.distributed import transport
 
     name = f"rank 0 at {ours.master_addr}:{ours.master_port}"

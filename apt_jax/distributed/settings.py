@@ -51,7 +51,7 @@ def settings_of(config: EngineConfig, model: "DataclassInstance", resolved: Stor
 
 
 def fingerprint(path: Path) -> str:
-    """Return a digest of a model's weights: sizes of the files, and a few bytes from the middle of each.
+    """Return a digest of a model's weights: sizes of the files, and 4 KiB from the middle of each.
 
     Orbax checkpoints are identified by their orbax.json, because the names of their files differ between machines.
     """

@@ -97,7 +97,7 @@ class Stream:
         """Yield messages as they arrive, until the other end has finished the stream.
 
         Raises:
-            StreamError: the stream broke.
+            StreamError: the stream broke, or a message cannot be decoded.
         """
         try:
             for data in self._incoming:

@@ -1,4 +1,5 @@
-"""Admission control: rejects requests on arrival if they would wait too long or if their tenant has too many waiting.
+"""Admission control: rejects a request on arrival if the queue is full, if its tenant already has too many waiting
+requests, or if it would wait too long.
 
 Three limits are checked when a request arrives, before anything is allocated for it:
 
@@ -158,7 +159,7 @@ class Admission:
             own_tokens: prompt tokens that are not cached.
             ttft_s: its TTFT SLO, seconds; infinite: no SLO.
             tenant: its tenant; None: no tenant, so the limit per tenant does not apply.
-            queue: the queue without the request.
+            queue: the queue in front of the request.
             costs: step costs; all zero: not known.
             now_s: the time on the engine's clock.
 
@@ -191,7 +192,7 @@ class Admission:
         Callable from any thread.
 
         Args:
-            ttft_s: its TTFT SLO, seconds.
+            ttft_s: the request's TTFT SLO, seconds.
         """
         queue = snapshot.queue_before(
             pending, blocks=demand.num_blocks, best_effort=demand.best_effort, tenant=demand.tenant
@@ -316,8 +317,8 @@ class AdmissionController:
     """Admits or rejects the engine's new requests, and reports the state of its queue.
 
     Args:
-        admission: limits of the queue, and estimates of the TTFT.
-        config: limits.
+        admission: checks the limits of the queue, and estimates the TTFT.
+        config: limits, and the mode of SLO admission.
         states: live requests.
         cache: the pool.
         clock: the current time.

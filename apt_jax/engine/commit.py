@@ -150,7 +150,8 @@ class TokenCommitter:
                 self._states.await_hits(state)  # it was preempted; from now on it may use cached prefixes
 
     def _keep_pooled(self, step: InFlightStep, result: StepResult) -> None:
-        """Add the summed states of prompts, and end requests whose sums are not finite."""
+        """Add a step's sums of hidden states to the pooled states of prompts, and end requests whose sums are not
+        finite."""
         for row, span in step.pool_spans.items():
             state = step.requests[row]
             if state.ended or state.pooled is None:
@@ -290,7 +291,8 @@ class TokenCommitter:
 
 
 def _logprobs(k: int, result: StepResult, i: int) -> list[TokenLogprobs] | None:
-    """Return the log probabilities of row `i` and its `k` most likely tokens; None: the executor returned none."""
+    """Return the log probabilities of row `i`: of its token and of the `k` most likely tokens; None: the executor
+    returned none."""
     if result.logprob is None:
         return None
     top_ids = np.zeros(0, np.int32) if result.top_ids is None else result.top_ids[i, :k]

@@ -49,7 +49,7 @@ class RollingPercentiles:
 
 
 class EngineCounters:
-    """Counts since the engine was created, updated by its parts; names are the same as in `EngineStats`."""
+    """Counts since the engine was created, updated by its parts; most have the same names in `EngineStats`."""
 
     def __init__(self) -> None:
         self.iterations: collections.Counter[str] = collections.Counter()

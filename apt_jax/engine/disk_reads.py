@@ -85,8 +85,8 @@ class DiskReads:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def begin(self, state: RequestState) -> None:
-        """Hold a request that has begun to wait, if reading its groups from disk saves time; `hits` must already track
-        it."""
+        """Hold a request that has begun to wait, if reading its groups from disk saves time or the costs are not known;
+        `hits` must already track the request."""
         row = state.row
         if row in self._of_row or state.needs_all_states:
             return

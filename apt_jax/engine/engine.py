@@ -18,12 +18,12 @@ The life of a request:
 6. It ends exactly once; its last `StepOutput` has the finish reason: "stop", "length", "abort" or "error".
 
 Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled reuses the cached prefix of its tokens,
-which other requests have computed, or the request itself before a preemption; the policy gets its length from
-`PrefixHitTracker`. At least the last token is computed, because logits are not cached: if the last block is fully
-cached, the request gets a copy of the block to write to (`StepBatch.copies`). Blocks are registered at commit, after a
-valid token has been sampled from them. A step that fails clears the prefix cache on the device. A request for log
-probabilities of its prompt uses no cached prefix until it has all of them, and after a preemption it does not compute
-them again (`PromptScores`).
+computed by other requests, or by itself before a preemption; `PrefixHitTracker` gives the policy the prefix's length.
+At least the last token is computed, because logits are not cached: if the last block is fully cached, the request gets
+a copy of the block to write to (`StepBatch.copies`). Blocks are registered at commit, after a valid token has been
+sampled from them. A step that fails clears the prefix cache on the device. A request for log probabilities of its
+prompt uses no cached prefix until all of them are known; those known before a preemption are not computed again
+(`PromptScores`).
 
 Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the previous step are fetched:
 
@@ -49,9 +49,10 @@ by tests.
 
 Failures. A failure of one request (logits that are not finite, a token outside the vocabulary, its output processor,
 its grammar) ends only that request. A step that raises has destroyed the pool: the executor is reset, every request
-that held cache waits again, and the loop continues; a second failure within a minute stops the engine with an error for
-each request. After a step that ran out of memory, steps are at most half as large for a while (`OOM_BACKOFF_S`).
-Inconsistent accounting (`CacheIntegrityError`) stops the engine at once, since a request could read another's memory.
+that held cache waits again, and the loop continues. A second failure within a minute, or an error that only a new
+process clears, stops the engine with an error for each request. After a step that ran out of memory, steps are at most
+half as large for a while (`OOM_BACKOFF_S`). Inconsistent accounting (`CacheIntegrityError`) stops the engine at once,
+because a request could read another's memory.
 
 Parts. `RequestStates` owns the requests and their transitions, `PolicyRunner` calls the policy, `BatchBuilder` turns
 plans into batches, `TokenCommitter` turns results into outputs, `Recovery` handles failures. None of them uses
@@ -280,7 +281,7 @@ class Engine:
         self.states.add(request, pinned_kind, expected_ttft_s)
 
     def note_refused(self) -> None:
-        """Count a request that was rejected early, based on the `queue_snapshot`."""
+        """Count a rejected request; the front end calls this for early rejections, which the engine does not see."""
         self._counters.num_rejected += 1
 
     def abort(self, request_id: str) -> bool:
@@ -434,7 +435,8 @@ class Engine:
 
     @property
     def debug(self) -> bool:
-        """True: raise errors of the policy and internal errors instead of handling them."""
+        """True: check all accounting after every step, and raise errors of the policy and internal errors instead of
+        handling them."""
         return self._policies.debug
 
     @debug.setter
@@ -514,7 +516,8 @@ class Engine:
         return self._controller.min_blocks_for(num_tokens)
 
     def queue_snapshot(self) -> QueueSnapshot:
-        """Return a snapshot of the queue, for early rejection during the step just built (in `before_dispatch`)."""
+        """Return a snapshot of the queue. A snapshot taken in `before_dispatch` serves early rejection while the step
+        runs."""
         return self._controller.queue_snapshot(self.costs)
 
     def stats(self) -> EngineStats:

@@ -101,7 +101,8 @@ class IterationRecorder:
         self.end(iteration, step_s)
 
     def end_current(self, *, ran: bool) -> None:
-        """Report the current decision now unless its step `ran`; then `end_step` reports it later."""
+        """Report the current decision now if it dispatched no step; otherwise (`ran`) it is reported when its step
+        ends."""
         if self.current is not None and not ran:
             self._tell(self.current)
         self.current = None

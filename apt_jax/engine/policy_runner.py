@@ -102,9 +102,9 @@ class PolicyRunner:
     def note_idle(self, has_requests: bool) -> bool:
         """Count an idle iteration without a step in flight; returns True if the engine must break the stall.
 
-        After `STALL_LIMIT` idle iterations, `fcfs` makes the plans until a step runs, if plans are checked; the engine
-        must break the stall only if `fcfs` schedules nothing either. Without checks, or in debug mode, the engine must
-        break it at once.
+        The engine must break the stall after `STALL_LIMIT` idle iterations. If plans are checked, however, and not in
+        debug mode, `fcfs` then makes the plans until a step runs, and the engine must break the stall only if `fcfs`
+        schedules nothing for as many iterations.
         """
         if not has_requests:
             self._num_idle = 0

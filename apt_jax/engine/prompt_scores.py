@@ -31,7 +31,7 @@ class PromptScores:
         return self.num_done == self._targets.size
 
     def targets(self, start: int, num_tokens: int) -> PromptTargets | None:
-        """Return the tokens whose log probabilities a step with positions `[start, start + num_tokens)` must return;
+        """Return the tokens whose log probabilities a step that computes `[start, start + num_tokens)` must return;
         None: it need not return any."""
         begin, end = max(start, self.num_done), min(start + num_tokens, self._targets.size)
         return PromptTargets(position=begin, token_ids=self._targets[begin:end]) if begin < end else None

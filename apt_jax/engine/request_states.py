@@ -94,7 +94,8 @@ class RequestPrefixes:
         return digests
 
     def track(self, state: RequestState, pinned_kind: int) -> None:
-        """Start to keep the table's entries for a waiting request's cached prefix up to date, until `untrack`."""
+        """Keep the length of a waiting request's cached prefix up to date in the request table until `untrack`, and
+        read groups from disk if that saves time."""
         if self.hits is None:
             return
         kinds = [int(k) for k in self._offered if pinned_kind in (NO_KIND, k)]
@@ -165,7 +166,8 @@ class RequestStates(ColumnTable):
         adapters: number of each adapter, keyed by name.
         tenants: number of each tenant seen so far, keyed by name; there are at most as many as API keys.
         outputs: outputs that `Engine.step` has not returned yet.
-        finish_times_s: end times of the last requests that had been scheduled, on the engine's clock, seconds.
+        finish_times_s: times at which the latest requests ended, on the engine's clock, seconds; only requests that had
+            been scheduled.
     """
 
     status = column(np.int8)

@@ -51,7 +51,7 @@ class EngineStats:
     """Number of steps run, keyed by `Plan.iteration`."""
     num_preemptions: int
     kind_switches: dict[tuple[str, str], int]
-    """Number of requests that lost their cache and were scheduled with another cache kind, keyed by (from, to)."""
+    """Number of times that a request lost its cache and was scheduled with another kind, keyed by (from, to)."""
     num_conversions: int
     """Number of conversions of requests from layer inputs to keys and values."""
     recomputed_tokens: int
@@ -104,7 +104,7 @@ class EngineStats:
     num_slo_at_risk_admitted: int
     """Requests admitted although their SLO looked out of reach (`slo_admission="warn"`)."""
     prompt_tokens: int
-    """Prompt tokens of requests that have delivered a token."""
+    """Prompt tokens of requests whose first token has been delivered."""
     generation_tokens: int
     """Tokens delivered."""
     best_effort_prompt_tokens: int
@@ -118,7 +118,8 @@ class EngineStats:
     num_invalid_plan_rows: int
     """Rows of plans that violated the contract of `Plan`; a value above 0 is a bug in the policy."""
     fallback_iterations: int
-    """Iterations scheduled by `fcfs` because the policy raised an error or its plan violated the contract."""
+    """Iterations scheduled by `fcfs` because the policy raised an error, its plan violated the contract, or it had
+    scheduled nothing for too long."""
     step_failures: int
     compilations: int
     step_tokens: Distribution

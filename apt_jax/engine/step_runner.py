@@ -29,7 +29,7 @@ class StepRunner:
     Args:
         executor: runs the steps.
         cache: cancels the saves of a step that could not be dispatched.
-        builder: updates the counts for dispatched steps.
+        builder: updates the request table for dispatched steps.
         masks: fills the token masks that steps wait for.
         committer: commits the step in flight if dispatching the next step fails.
         recovery: resets the engine after a failure.
@@ -67,7 +67,7 @@ class StepRunner:
         requests: list[RequestState],
         costs: StepCosts,
     ) -> InFlightStep | None:
-        """Dispatch a step and update the counts.
+        """Dispatch a step, and update the request table and the counters.
 
         Args:
             plan: plan of the step.

@@ -53,10 +53,10 @@ class RequestTimeline:
     ended: bool = False
 
     def as_json(self, *, others: bool = True) -> dict[str, Any]:
-        """Return the timeline as JSON data, limited to the details that the sender of the request may see.
+        """Return the timeline as JSON data.
 
         Args:
-            others: True: include details that depend on other requests.
+            others: True: include details that depend on other requests, which the client of this request may not see.
         """
         left_out = () if others else _OF_OTHERS
         return {
@@ -118,8 +118,8 @@ class TimelineLog:
         return self._requests.get(request_id)
 
     def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestTimeline]]:
-        """Return at most `count` of the last requests of each tenant, newest first, from the last 2,048 requests; the
-        tenant None stands for all tenants."""
+        """Return, for each tenant, the timelines of at most `count` requests, newest first, from the last 2,048
+        requests. The tenant None stands for all tenants."""
         found: dict[str | None, list[RequestTimeline]] = {tenant: [] for tenant in tenants}
         for request in itertools.islice(reversed(self._requests.values()), _MOST_LOOKED_AT):
             for tenant in {request.tenant, None}:

@@ -18,10 +18,10 @@ _HIDDEN_OP = {None: "decode_reprojected", "absorb": "decode_absorbed", "partial"
 """Decode op of hidden rows, by hidden mode; modes not listed use the op of "partial"."""
 
 _WITH_TILES = (None, "triton", "triton-onepass", "jax-triton")
-"""Backends whose kernels have tile sizes only for some GPUs and head sizes."""
+"""Backends whose kernels have tile sizes only for some GPUs and head sizes; None: the platform's default."""
 
 CHECKED_TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
-"""TPU generations that kernels and steps are test-compiled for (`make gate-tpu`), by JAX's device kind."""
+"""TPU generations that kernels and steps are test-compiled for (`make gate-tpu`), keyed by JAX's device kind."""
 
 
 def needed_extras(

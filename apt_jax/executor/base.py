@@ -99,8 +99,8 @@ class Executor(Protocol):
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile every program that serving can need. `progress(done, total)` is called before the first program and
-        after each."""
+        """Compile every program that serving can need, except the programs of `prepare_prompt_logprobs`.
+        `progress(done, total)` is called before the first program and after each."""
         ...
 
     def prepare_prompt_logprobs(self) -> None:
@@ -110,5 +110,6 @@ class Executor(Protocol):
 
     @property
     def compilations(self) -> int:
-        """Number of programs compiled since `warm_up` finished; stays 0 while serving."""
+        """Number of programs that steps had to compile after `warm_up`, without the programs of
+        `prepare_prompt_logprobs`; stays 0 while serving."""
         ...

@@ -42,12 +42,12 @@ _GRID_RUN = 3
 _REPEATS = 3
 """Number of measurements of a step with chunks; the median is used."""
 _DECODE_RUN = 5
-"""Number of decode steps on a CPU whose median is used, after as many steps that are ignored. If steps take longer than
-`_LONG_S`: the median of `_REPEATS` steps after 1 ignored step."""
+"""On a CPU, the median of this many decode steps is used, and as many steps before them are ignored. If steps take
+longer than `_LONG_S` seconds, the median of `_REPEATS` steps is used, and 1 step before them is ignored."""
 _LONG_S = 0.02
 _SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 200, 1 / 4
 """Shares of the budget. A step that takes more than the first (and `_FAST_S` / 10) is measured once, unless it is held
-out; a step that is expected to take more than the second is not measured."""
+out; a step that is expected to take more than the second (and `_FAST_S`) is not measured."""
 _FAST_S = 0.5
 """Seconds below which a step is measured regardless of the budget."""
 

@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Episode:
-    """A step with chunks, and a decode step of other rows that is timed around it."""
+    """A step with chunks, and a decode step of other rows that is timed along with it."""
 
     prefill: Step
     decode: Step | None
@@ -195,7 +195,7 @@ class CalibrationSteps:
 
     def _hidden_prefix(self) -> int:
         """Draw the number of hidden prefix positions of a step from the range of one program size. Each size is drawn
-        half as often as the next smaller size, because it takes longer. 0: no requirement."""
+        half as often as the next smaller size, because it takes longer. 0: any number."""
         sizes = [0, *sorted({room for _, room in self._shapes.prefix_sizes if room and room < self._room}), self._room]
         if HIDDEN not in self._offered or not self._shapes.prefix_sizes:
             return 0

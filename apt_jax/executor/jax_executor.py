@@ -298,7 +298,7 @@ class JaxExecutor:
 
     @property
     def compilations(self) -> int:
-        """Number of programs compiled since `warm_up` finished."""
+        """See `Executor.compilations`."""
         return self.programs.num_compiled() - self._compiled_at_warm_up
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -412,8 +412,8 @@ class JaxExecutor:
         return sum(array.nbytes for array in {id(array): array for array in jax.tree.leaves(self.params)}.values())
 
     def host_buffers(self) -> list[tuple[int, int]]:
-        """Return address and size in bytes of each array of weights and pools that is on one device. Pools allocated
-        later use huge pages."""
+        """Return address and size in bytes of each array of weights and pools that is on one device; empty if the
+        platform is not a CPU. Pools allocated later use huge pages."""
         if self.platform != "cpu":
             return []
         self._huge_pages = True

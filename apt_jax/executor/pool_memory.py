@@ -89,7 +89,8 @@ class PoolMemory:
     def num_blocks_that_fit(
         self, utilization: float, *, most: int, least: int, slot_bytes: int = 0, temporary_bytes: int = 0
     ) -> int:
-        """Return the number of blocks that fit in memory; in host memory at most `most`.
+        """Return the number of blocks that fit in memory. If they are in host memory, or the device does not report its
+        free memory, at most `most` blocks and `MAX_CPU_POOL_BYTES` bytes.
 
         Args:
             utilization: share of the free memory to use.

@@ -374,7 +374,7 @@ class AsyncEngine:
             pass
 
     def _run_iteration(self) -> bool:
-        """Run one iteration of the loop; after the last iteration, end all streams and the engine, and return False."""
+        """Run one iteration of the loop; after the last, end all streams, close the engine and return False."""
         try:
             if self._iterate():
                 return True

@@ -236,8 +236,8 @@ def build_components(
 
 
 def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> EngineComponents:
-    """Build a fresh engine over the same executor with another policy and other cache kinds; compiles and loads
-    nothing.
+    """Build a fresh engine, with the given policy and cache kinds, over the same executor; nothing is compiled or
+    loaded.
 
     Only one of the engines may run at a time: they share the executor's pool. With prefix caching, an engine must not
     be used again after another engine has run, because its cached blocks have been overwritten.

@@ -13,7 +13,7 @@ as `components.Unprepared`. `BackgroundPreparation` prepares them once the engin
    have no costs (`StepCosts` of zero), as with ``calibrate=False``. The measurement overwrites and drops cached
    prefixes.
 
-Any other failure, which without `early` would have prevented the start, stops the engine with the same error line.
+Any other failure stops the engine with a one-line reason; without `early` it would have prevented the start.
 """
 
 import collections

@@ -221,7 +221,7 @@ class LLM:
             messages: a conversation, or a list of them: messages of ``{"role": ..., "content": ...}``. Text that looks
                 like a special token is encoded as plain text.
             tools: functions that the model may call, for chat templates that support them; calls are returned as text.
-            add_generation_prompt: end the prompt with the beginning of the model's turn.
+            add_generation_prompt: end the prompt with the start of the model's turn.
             sampling_params, slo, slo_class, lora_request, use_tqdm: see `generate`.
 
         Returns:

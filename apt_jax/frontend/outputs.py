@@ -80,8 +80,8 @@ class OutputAssembler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._texts: dict[EngineRequest, OutputText] = {}
         self._logged: dict[EngineRequest, int] = {}
-        """Last token with text of each request; tokens in the next entry of `logprobs` are decoded as if they followed
-        it."""
+        """Each request's last token that has text; the tokens in its next entry of `logprobs` are decoded as if they
+        followed that token."""
 
     @property
     def num_open(self) -> int:

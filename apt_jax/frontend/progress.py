@@ -39,8 +39,8 @@ class ProgressBars:
     """A `Progress` that draws one bar per stage if stderr is a terminal; otherwise it writes lines at the start and end
     of each stage and every four seconds.
 
-    It is called only after each part of a stage. `keep_reporting` starts a thread that also reports in between, on
-    terminals too.
+    It is called only when a stage begins and after each part of it. `keep_reporting` starts a thread that also reports
+    in between, on terminals too.
 
     Args:
         disable: True: draw and report nothing.

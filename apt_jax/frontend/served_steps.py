@@ -16,7 +16,7 @@ cache kind for the kind to get costs of its own."""
 
 
 class ServedSteps:
-    """Keeps recent steps by program, and fits a `CostModel` to them.
+    """Keeps the recent steps of each program, and fits a `CostModel` to them.
 
     A fit to few step sizes is inaccurate for other sizes, so it is used only until a calibration and is not stored.
 
@@ -32,8 +32,8 @@ class ServedSteps:
         self._num_seen, self._fitted_at = 0, 0
 
     def note(self, iteration: Iteration) -> None:
-        """Store the step of an iteration, unless it failed or also moved cache contents. Runs in the engine's
-        thread."""
+        """Store the step of an iteration, unless it failed, was not timed, or converted or deferred requests. Runs in
+        the engine's thread."""
         rows = iteration.scheduled
         if not rows or iteration.failed or not iteration.step_s or iteration.converted or iteration.deferred:
             return

@@ -4,8 +4,8 @@ from apt_jax.cache.sharing import BlockSharing, Place
 
 
 def checkpoint_at_once(sharing: BlockSharing) -> None:
-    """Make `sharing` checkpoint a best-effort request's slots in a group as soon as a real-time request takes the
-    group."""
+    """Patch `sharing`: as soon as a real-time request takes a group of a best-effort request, the latter's slots in the
+    group are checkpointed."""
     join = sharing._join
 
     def join_and_checkpoint(slot: int, entry: int, place: Place, *, down: bool) -> None:

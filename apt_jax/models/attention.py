@@ -50,16 +50,16 @@ class AttentionInputs:
     """Rotary angles of every position, for keys computed from cached layer inputs; None: not needed."""
     rules: LogitModifiers | None
     rules_of_all_heads: LogitModifiers | None
-    """`rules` for the heads of all devices."""
+    """Like `rules`, but for the heads of all devices instead of this device's heads."""
 
     @property
     def key_norm(self) -> KeyNorm | None:
-        """Norm of keys computed from cached layer inputs; None: the layer has none."""
+        """Norm to apply to keys computed from cached layer inputs; None: the layer has no key norm."""
         return key_norm(self.params, self.config)
 
 
 def key_norm(params: LayerParams, config: ModelConfig) -> KeyNorm | None:
-    """Return the norm of a layer's keys between projection and rotation; None: the layer has none."""
+    """Return the norm that a layer applies to its keys between projection and rotation; None: it has no key norm."""
     scale = head_norm_scale(params.k_norm, config)
     return None if scale is None else KeyNorm(scale=scale, eps=config.norm_eps)
 
@@ -73,8 +73,8 @@ def head_norm_scale(stored: Array | None, config: ModelConfig) -> Array | None:
 
 
 def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NH"], Array]:
-    """Return the attention output of all tokens of a step, before the output projection, and the pool with their cache
-    written."""
+    """Write the cache of all tokens of a step to the pool and compute their attention; return the attention output
+    before the output projection, and the updated pool."""
     b, t, head_dim = a.options.num_decode, x.shape[0], a.config.head_dim
     q, k, v = _project_step(a, x)
     q = q.reshape(t, -1, head_dim)
@@ -104,8 +104,8 @@ def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | No
 
 
 def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Array, Array]:
-    """Run `_project` on all tokens. k and v of decode rows are computed only if at least one of the rows is of the KV
-    kind."""
+    """Run `_project` on all tokens. If no decode row is of the KV kind, k and v of decode rows are zeros; backends
+    without `branches` compute them anyway if `kinds` allows KV rows."""
     b, t = a.options.num_decode, x.shape[0]
     kv_rows, hidden_rows = a.options.kinds
 
@@ -207,9 +207,9 @@ def _norm_and_rotate(
 def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) -> Array:
     """Write the cache of all tokens (k and v, or x) to the pool and return it.
 
-    Only finite values are written, because other rows may read them with a mask: 0 * NaN = NaN, so a NaN would reach
-    rows in the same tile and the next owner of a recycled block. The row that computed a NaN still fails, through its
-    own residual stream.
+    Only finite values are written. Other rows may read these values and mask them by a weight of 0, but 0 * NaN = NaN,
+    so a NaN would reach rows in the same tile and the next owner of a recycled block. The row that computed a NaN still
+    fails, through its own residual stream.
     """
     batch, (kv_rows, hidden_rows) = a.batch, a.options.kinds
     if a.options.tensor is not None and hidden_rows:

@@ -56,9 +56,11 @@ class ModelFamily:
     name: str
     """Value of `ModelConfig.family`."""
     presets: Mapping[str, Mapping[str, Any]]
-    """Configuration fields of published sizes, by name; they can be run with random weights."""
+    """Configuration fields of the published model sizes, keyed by preset name; presets can be run with random
+    weights."""
     model_config: Callable[[Mapping[str, Any], int | None], ModelConfig]
-    """Function from the fields of a ``config.json`` and the longest context to serve, to the model's shape."""
+    """Function that returns the model's shape, given the fields of a ``config.json`` and the longest context to
+    serve."""
     source: Callable[[str, tuple[int, ...], ModelConfig], Source]
     """Function from the name and shape of a leaf of `param_names` to its source tensor."""
     strip_prefix: Callable[[str], str]
@@ -101,8 +103,8 @@ def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapp
     """Return the source of a leaf that is a whole tensor.
 
     Args:
-        top: tensor names of the leaves outside layers, by leaf.
-        layer: tensor names within a layer, by field.
+        top: tensor name of each leaf outside the layers, keyed by leaf name.
+        layer: tensor name of each field of a layer.
         prefix: prefix of a layer's tensors, with ``{}`` for its number.
     """
     field, index = split_leaf(leaf)
@@ -138,7 +140,8 @@ def windows(
             ``layer_types``; None: all layers have it, and ``layer_types`` must agree.
 
     Raises:
-        ModelLoadError: ``layer_types`` is malformed, or asks for a window without ``sliding_window``.
+        ModelLoadError: ``layer_types`` is malformed, asks for a window without ``sliding_window``, or contradicts it
+            where all layers must have the window.
     """
     window = ConfigFields(fields).optional_positive("sliding_window")
     types = fields.get("layer_types")

@@ -19,8 +19,8 @@ them."""
 
 
 class ConfigFields:
-    """Reader of the fields of one configuration; every method raises a `ModelLoadError` that names the field and its
-    value.
+    """Reader of the fields of one configuration. If a field is invalid, its method raises a `ModelLoadError` that names
+    the field and its value.
 
     JSON does not distinguish integers from floats, and in Python `True` equals 1, so types are checked strictly:
     ``768.0`` and ``true`` are not accepted as sizes.
@@ -132,8 +132,8 @@ class ConfigFields:
         }
 
     def label_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
-        """Return a token id, or None for an id outside the vocabulary: some models write -1 for a token that they do
-        not use."""
+        """Return a token id; None if it is null or outside the vocabulary: some models write -1 for a token that they
+        do not use."""
         value = self._fields.get(name, default)
         if value is not None and type(value) is not int:
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a token id")

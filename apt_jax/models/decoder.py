@@ -246,8 +246,8 @@ def _layer(
     options: StepOptions,
     rest: StepOptions,
 ) -> tuple[Float[Array, "S D"], Float[Array, "S D"], Array]:
-    """Compute one layer of a step; return the residual stream after it, the next layer's input, and the pool with its
-    cache written.
+    """Compute one layer of a step and write its cache; return the residual stream after the layer, the next layer's
+    input, and the updated pool.
 
     Args:
         h: the residual stream, float32.
@@ -294,7 +294,7 @@ def decoder_step(
     options: StepOptions,
     sample_rows: Int32[Array, " S"] | None = None,
 ) -> tuple[tuple[Array, ...], Float[Array, "S D"]]:
-    """Compute all tokens of a step; return the pools with their cache written and the last layer's output.
+    """Compute all tokens of a step and write their cache; return the updated pools and the last layer's output.
 
     Args:
         pools: one array per layer, (P, C, E). Meant to be donated: the caller uses the returned pools from then on.

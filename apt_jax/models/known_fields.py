@@ -48,7 +48,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     ),
     "names and versions": ("transformers_version", "name_or_path", "auto_map", "trust_remote_code", "unsloth_version", "unsloth_fixed"),
 }  # fmt: skip
-"""Fields of any family that are not read, by reason."""
+"""Fields that are ignored in every family unless the family reads or refuses them, keyed by reason."""
 
 _IGNORED = frozenset(name for names in IGNORED.values() for name in names)
 
@@ -165,7 +165,8 @@ def _unknown(known: FamilyFields, fields: Mapping[str, Any], where: str) -> Iter
 
 
 def markdown(families: Mapping[str, FamilyFields]) -> str:
-    """Return the table of known fields by family and the list of ignored fields, in Markdown."""
+    """Return a table of the fields that each family knows, and a list of the fields that are ignored everywhere, in
+    Markdown."""
 
     def names(found: Any) -> str:
         return ", ".join(f"`{name}`" for name in sorted(found))

@@ -1,4 +1,4 @@
-"""Memory that a model takes on each of several devices, computed from its configuration without allocating any."""
+"""Memory that a model takes on each of several devices, computed from its configuration without allocating it."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on one device, and the tokens that fit."""
+    """Bytes that a model takes on one device, and the tokens that fit in its pool and in host memory."""
 
     leaves: list[Leaf]
     weight_bytes: int
@@ -47,7 +47,7 @@ class MemoryPlan:
     host_tokens: dict[str, int]
     """For each kind, the number of tokens that `host_blocks` hold if all are cached in that kind."""
     step_bytes: int
-    """Bytes of a step's temporaries (the scores over the vocabulary of every row and the widest activations) and of the
+    """Bytes of a step's temporaries (the widest activations, and every row's scores over the vocabulary) and of the
     arrays kept for each of `max_num_seqs` requests."""
 
 

@@ -108,9 +108,8 @@ class StepOptions:
     """Collectives if the step runs one device's shard of the model within `jax.shard_map`, with `sharding.own_config`
     as its `ModelConfig`; None: the device has the whole model."""
     hidden_room: int | None = None
-    """Padded number of positions of the scores that are summed over devices with `cuts_by_feature`: the most that all
-    hidden decode rows can have together, each row rounded up to a multiple of `xla_common.ROOM_STEP`. None: as many as
-    block tables hold."""
+    """With `cuts_by_feature`: largest total number of positions of all hidden decode rows, whose scores are summed over
+    devices; each row is rounded up to a multiple of `xla_common.ROOM_STEP`. None: as many as block tables hold."""
     prefix_room: int | None = None
     """Largest total number of positions in the hidden prefixes of all prompts, as in
     `executor.compiling.buckets.PromptSize`; 0: no hidden prefixes, and no kernel is launched for them; None: as many as

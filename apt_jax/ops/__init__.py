@@ -1,1 +1,2 @@
-"""Operations of a model: reference definitions (`reference`), weights, and portable code in plain XLA."""
+"""Operations of a model: the interface of their implementations (`backend`, `calls`), weights, sampling, and portable
+code in plain XLA."""

@@ -55,8 +55,8 @@ class KernelBackend:
     takes_layer: Callable[..., bool] = lambda *_: False
     """Returns True if `decode_layer` supports a layer (`cpu.ops.takes_layer`)."""
     skips_rows: bool = False
-    """True if `dense` and the ops after it take `live`, the number of rows to compute; rows from `live` on are padding
-    and give zeros."""
+    """True if `dense`, `dense_argmax`, `gated`, `add_norm` and `split_qkv` take `live`, the number of rows to compute;
+    rows from `live` on are padding and give zeros."""
     tiles: bool = False
     """True if float32 and bfloat16 products take weights in the layout of `models.weight_layout.tile_params`."""
     integer_products: bool = False

@@ -51,9 +51,9 @@ def dense(
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """Return `activate(x @ w.T * scale + bias)`, computed in float32, in `dtype`; w (O, I) is int8 if there is a
-    `scale`. A single 16-bit row is padded to two, because CPUs have a fast matrix product but no fast matrix-vector
-    product in 16 bits."""
+    """Return `activate(x @ w.T * scale + bias)`, computed in float32 and converted to `dtype`; w (O, I) is int8 if
+    there is a `scale`. A single 16-bit row is padded to two, because CPUs have a fast matrix product but no fast
+    matrix-vector product in 16 bits."""
     rows = x.shape[0]
     if isinstance(w, GroupedMatrix):
         w = w.dequantized(x.dtype)

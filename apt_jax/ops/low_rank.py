@@ -55,7 +55,7 @@ def _of_rows(w: LowRank, index: Int32[Array, " B"]) -> tuple[Array, Array]:
 def low_rank_of_rows(
     x: Float[Array, "B T I"], w: LowRank | None, index: Int32[Array, " B"]
 ) -> Float[Array, "B T O"] | None:
-    """Return the LoRA terms of products of several inputs per row, float32; None if `w` is None."""
+    """Return the LoRA terms of each row's adapter for the row's T inputs, float32; None if `w` is None."""
     if w is None:
         return None
     a, b = _of_rows(w, index)

@@ -75,7 +75,8 @@ def apply_rules(
     rules: LogitModifiers,
     slopes_shape: tuple[int, ...],
 ) -> tuple[Array, Array]:
-    """Apply logit modifiers to scores; return the scores and a mask of the keys within causal order and window.
+    """Apply logit modifiers to scores; return the scores and a mask of the keys that are not after the query, and
+    within its window if there is one.
 
     `distance` is key position minus query position; distances, and slopes in `slopes_shape`, broadcast against the
     scores. See `reference.modified_scores`.

@@ -1,1 +1,2 @@
-"""Attention kernels for GPUs and TPUs in Pallas, Triton and CUDA; `apt_jax.backends` chooses them per platform."""
+"""Attention kernels in Pallas, for NVIDIA GPUs (Triton backend) and TPUs (Mosaic); `apt_jax.backends` chooses them per
+platform."""

@@ -68,7 +68,8 @@ def takes(pool: Any, tables: Any, width: int, *, interpret: bool = False) -> boo
     Args:
         pool: (P, C, E) pool.
         tables: (B, [A,] J) block tables.
-        width: number of lanes that all heads read together; it must be E.
+        width: number of lanes that the call reads per slot; it must be E, so layer inputs of another width are not
+            supported.
         interpret: True: the kernels run in the interpreter.
     """
     _, block_size, lanes = pool.shape
@@ -299,8 +300,8 @@ def _decode(
     slopes = jnp.zeros(num_heads, jnp.float32) if rules.slopes is None else rules.slopes.astype(jnp.float32)
 
     def block(array: int, place: int) -> pl.BlockSpec:
-        """Return the specification of block `place` of the G blocks of an item's tile; beyond the row, of its last
-        block."""
+        """Return the specification that fetches block `place` of an item's G blocks; past the end of the row, it
+        fetches the row's last block."""
 
         def index_map(core, item, lens_smem, rows_smem, tiles_smem, counts_smem, tables_smem, ranges_smem):
             del counts_smem, ranges_smem

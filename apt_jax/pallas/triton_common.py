@@ -53,7 +53,7 @@ def launch(
         stages: depth of the compiler's pipelines.
         name: name of the kernel in profiles.
         interpret: run in Pallas' interpreter.
-        in_place: indices of operands whose memory is reused for an output, with the index of the output.
+        in_place: map from the index of an operand to the index of the output that reuses its memory.
 
     Raises:
         ValueError: an operand of one-byte elements has 2 GiB or more, which the compiler would address wrongly.

@@ -1,9 +1,9 @@
 """Decode attention over keys and values computed from cached layer inputs, as a Pallas kernel on the Triton backend.
 
 The kernel works like `triton_decode_kv`, but computes the keys and values of one head from layer inputs, one tile of
-positions at a time, without writing them to memory. The programs of eight heads of a row are adjacent and share its
-layer inputs; the programs of the next rows follow and share the weights of these heads. So both mostly come from the L2
-cache. Contract: `reference.decode_reprojected`.
+positions at a time, without writing them to memory. The programs of up to eight heads of a row are adjacent and share
+its layer inputs; the programs of the same heads of the next rows follow and share their weights. So both mostly come
+from the L2 cache. Contract: `reference.decode_reprojected`.
 """
 
 import functools

@@ -207,8 +207,8 @@ def store_piece(
     mask: tuple[Any, Any],
     once: Any = None,
 ) -> None:
-    """Store the state of a piece: normalised as the result of its row if it is the whole row, else unchanged at its
-    place.
+    """Store the state of a piece: as the normalized result of its row if the piece is the whole row, else unchanged at
+    the piece's place.
 
     Args:
         state: m, l and accumulator.

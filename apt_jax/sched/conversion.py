@@ -1,4 +1,4 @@
-"""Rule for converting hidden requests to keys and values (`Plan.convert`), from measured costs.
+"""Rule, based on measured costs, for converting requests from the hidden kind to keys and values (`Plan.convert`).
 
 A hidden request costs the extra time t = c0 + c1 * tokens in every decode step (Apt-Serve Eq. 6) for as long as it
 runs, and in Apt-Serve only a preemption changes the kind of a request. With rotary embedding, where keys must be

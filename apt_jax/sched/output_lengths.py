@@ -11,7 +11,7 @@ statistic is used nor how old requests are forgotten. Here:
 * A request's weight in a histogram halves with every `half_life` later requests in it.
 * Two requests have the same prompt prefix if their first 32, 128 or 512 tokens are equal and they have the same tenant
   and adapter: usually requests of one application with one system prompt. The longest prefix whose histogram holds
-  enough requests beyond o tokens is used, or the histogram of all requests if there is no such prefix.
+  enough requests longer than o tokens is used, or the histogram of all requests if there is no such prefix.
 
 Memory is bounded: lengths above 64 share buckets, 16 per octave (an estimate is the upper end of a bucket), and the
 histogram of the least recently seen prefix is replaced first.

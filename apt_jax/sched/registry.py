@@ -35,7 +35,7 @@ _FLAG = "(--scheduling-policy)"
 _HOW = "(docs/writing_a_policy.md, --scheduling-policy)"
 
 _loaded: dict[str, bytes] = {}
-"""SHA-256 digest of each outside module's file at the time it was imported, by module name."""
+"""SHA-256 digest of each outside module's file when it was imported, keyed by module name."""
 _process = secrets.token_hex(16)
 
 
@@ -80,8 +80,8 @@ def find_policy(text: str, bundled: Mapping[str, PolicyMaker]) -> tuple[PolicyMa
     """Find the policy that `--scheduling-policy` names, and the values of its options, without building the policy.
 
     Raises:
-        ConfigError: unknown policy or option, a module that cannot be imported, or another interface version; the
-            message is one line.
+        ConfigError: the policy or an option is unknown, the value of an option has the wrong type, or the class cannot
+            be used (`_load_class`); the message is one line.
     """
     name, mark, query = text.partition("?")
     if name in bundled:
@@ -153,7 +153,7 @@ def _load_class(path: str, name: str) -> type:
         name: name of the policy for error messages.
 
     Raises:
-        ConfigError: the class cannot be imported, is not a policy, or has another interface version.
+        ConfigError: the class cannot be imported, is not a policy, or does not declare this interface version.
     """
     what = f"policy={name!r:.200}" + ("" if path == name else f" ({path})")
     module_name, _, attribute = path.partition(":")
@@ -220,7 +220,7 @@ def _prefixes(name: str) -> set[str]:
 
 
 def _told(error: BaseException) -> str:
-    """Return a one-line description of an exception from third-party code, with file and line."""
+    """Return a one-line description of an exception, with file and line if it was raised outside this package."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) and frames and _in_this_package(frames[-1].filename):
         return f"{one_line(str(error)):.300}"  # it names the option and its bounds

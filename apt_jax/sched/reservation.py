@@ -2,9 +2,9 @@
 
 The eviction-free schedulers in InferMax reserve the maximum length of each request, I + O - 1 positions (§4.1), and
 InferMax's own scheduler reserves an estimate (§6). Both compare the sum of all reservations with the pool. But requests
-end at different times. Only the largest sum over future time must fit the pool, as in the Past-Future scheduler (Gong
-et al., ASPLOS'25): later requests grow into the memory that earlier requests have freed. The sum has its maximum right
-before a request ends, so it is computed at these times only.
+end at different times. It suffices that the sum fits the pool at every future time, as in the Past-Future scheduler
+(Gong et al., ASPLOS'25): later requests grow into the memory that earlier requests have freed. The sum has its maximum
+right before a request ends, so it is computed at these times only.
 
 With known lengths, or with `quantile` = 1, no request is ever preempted for memory: see `Reservation`.
 """

@@ -155,7 +155,7 @@ def step_plan(
 
 
 class RequestNotes:
-    """Holds one number per request that a policy keeps between calls; the numbers are indexed by row.
+    """Keeps a number for each request between a policy's calls; the numbers are indexed by row.
 
     Rows are reused by later requests, but ranks are not, so a row holds a new request if its rank differs from the
     recorded rank.
@@ -170,7 +170,7 @@ class RequestNotes:
         """(capacity,) number of each row; valid for rows that were passed to `new`."""
 
     def new(self, table: RequestTable, rows: Rows) -> NDArray[np.bool_]:
-        """Return the (n,) mask of `rows` that hold another request than before, and set their numbers to 0."""
+        """Return the (n,) mask of `rows` that hold a different request than before, and set their numbers to 0."""
         if self._rank.size < table.capacity:
             more = table.capacity - self._rank.size
             self._rank = np.concatenate([self._rank, np.full(more, -1, np.int64)])
@@ -343,7 +343,7 @@ def resolve_prefill_deadlock(view: SchedulerView, partial: Rows) -> Plan:
 
     Used if only partly computed prompts hold cache and none of them can continue. Policies reserve the blocks of a
     prompt before they start it, so this happens only after an event outside their plans (a failed allocation or a
-    change of policy).
+    change of policy). If the oldest prompt still cannot continue, all are preempted.
     """
     for num_kept in range(partial.size - 1, 0, -1):
         packer = StepPacker(view, partial[num_kept:])

@@ -147,10 +147,10 @@ class Plan:
         keys and values at their maximum length; `convert` is empty unless `SchedulerView.can_convert`;
       * the needed blocks fit `free_blocks` plus `num_blocks` of the rows in `preempt` plus, if `SchedulerView.takeable`
         is set, the groups in it that real-time rows take. A row in `convert` needs the KV blocks of all its positions,
-        including the new one, in addition to its hidden blocks, which become free for the next step.
+        including the new position, in addition to its hidden blocks, which become free for the next step.
 
     If the blocks do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the
-    engine defers the last of `rows`; a row that cannot be converted runs with its hidden cache.
+    engine defers the last rows of the plan; a row that cannot be converted runs with its hidden cache.
     """
 
     rows: NDArray[np.int32]

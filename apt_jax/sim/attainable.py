@@ -11,8 +11,8 @@ its own costs, a share of the step's constant cost equal to its prompt's share o
 must have k further tokens within the TTFT objective plus k times the TBT objective, so the same method bounds how many
 requests can.
 
-The bounds ignore that contexts grow, consider first and further tokens separately, let every request pause that may,
-and assume that all arrivals are known in advance, so the true maxima may be far lower.
+The true maxima may be far lower: the bounds ignore that contexts grow, consider first and further tokens separately,
+and assume that every request that may pause does so and that all arrivals are known in advance.
 """
 
 import dataclasses

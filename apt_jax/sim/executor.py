@@ -1,4 +1,4 @@
-"""An executor that only simulates step durations; engine, scheduler and block accounting are the real ones."""
+"""An executor that simulates only the durations of steps; engine, scheduler and block accounting are real."""
 
 import dataclasses
 from collections.abc import Callable

@@ -40,7 +40,7 @@ def num_host_blocks(hardware: Hardware, swap_space: float) -> int:
 
 
 def with_transfers(costs: StepCosts, hardware: Hardware) -> StepCosts:
-    """Return the costs with transfer times; missing times are computed from the bandwidth between host and device.
+    """Return the costs with transfer times, which are computed from the bandwidth between host and device if missing.
 
     Each device transfers its share of a block over its own link.
 

@@ -59,7 +59,7 @@ class Replica:
         """State when the last step was dispatched; its `busy_s` is the expected end time of that step."""
 
     def watch(self) -> None:
-        """Record the state at each dispatch from now on, which `state` needs."""
+        """From now on, record the state at each dispatch; `state` needs it."""
         self.engine.before_dispatch = self._look_at_step
 
     def _look_at_step(self, batch: StepBatch) -> None:

@@ -58,7 +58,7 @@ def round_robin() -> Router:
 def least_load() -> Router:
     """Return a router that chooses the replica with the shortest estimated drain time.
 
-    The estimate is that of the policy `least_load` of the gateway smg 1.13, but from loads that are always current.
+    The formula is that of the policy `least_load` of the gateway smg 1.13, but the loads are always current.
     """
 
     def score_s(state: ReplicaState) -> float:

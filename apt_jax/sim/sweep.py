@@ -74,7 +74,7 @@ def run_key(config: SimulationConfig, **more: Any) -> str:
 
 
 class Store:
-    """Finished runs by key, in a file or, without a path, only in memory; incomplete lines of the file are ignored."""
+    """Finished runs, keyed by `run_key`, in a file or, without a path, only in memory; incomplete lines are ignored."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -194,7 +194,7 @@ def sweep(
     Args:
         configs: configurations to run.
         store: finished runs; runs that it holds are not repeated, and new runs are added to it.
-        workers: number of processes; None: one per CPU core. With 1, the runs use this process.
+        workers: number of processes; None: one per CPU core; 1: this process.
         progress: called with (number of finished runs, number of runs).
 
     Raises:
@@ -225,7 +225,7 @@ def find_rates(
         configs: configurations to run.
         target: SLO attainment to reach, in (0, 1].
         seeds: random seeds.
-        guesses: rate to try first for each configuration, requests per second; None: 2 per replica.
+        guesses: rate to try first for each configuration, in requests per second; None: 2 per replica.
         tolerance: relative precision of the rates.
         store: see `sweep`.
         workers: see `sweep`.

@@ -48,14 +48,14 @@ class Workload:
     def share_with_gaps(self, more_than: int = 100) -> float:
         """Return the share of the requests with more than `more_than` gaps between output tokens.
 
-        The P99 of more than 100 gaps ignores the longest one, so such a request can meet its TBT objective despite one
+        The P99 of more than 100 gaps ignores the longest gap, so such a request can meet its TBT objective despite one
         preemption.
         """
         return float(np.mean(self.output_tokens - 1 > more_than))
 
 
 def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace:
-    """Return the trace with scaled outputs, without requests that the hardware can never serve.
+    """Scale the output lengths of a trace, and leave out the requests that the hardware can never serve.
 
     Raises:
         ConfigError: a request of a trace file can never fit and `drop_too_long` is false, or no request fits.

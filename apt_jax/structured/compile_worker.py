@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 STACK_BYTES = 4 << 20
-"""Stack size of the compiling thread in this process; the engine's process uses a larger one."""
+"""Stack size of the compiling thread in this process; the engine's process uses a larger stack."""
 TRIAL_TOKENS = 24
 """Number of tokens of a trial output; grammars that are too ambiguous fail within a few tokens."""
 NUM_TRIALS = 2

@@ -100,7 +100,8 @@ class PendingGrammar:
         raise RuntimeError("a constraint was not compiled before its request was submitted")
 
     def known(self) -> LLGrammar | None:
-        """Return the compiled grammar if the cache has it by now; None if not. Never waits. Raises: see `compile`."""
+        """Return the compiled grammar if the cache has it by now and it need not be compiled again, else None. Never
+        waits. Raises: see `compile`."""
         return self._compiler._known(self._field, self._key, self._ends_at_eos)
 
     def compile(self) -> LLGrammar:

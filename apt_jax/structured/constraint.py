@@ -224,7 +224,8 @@ class LLConstraint:
         """After an error, continue with a separate lexer if the shared lexer of the grammar is full.
 
         Raises:
-            GrammarError: the error has another cause, or the full lexer was already this output's own.
+            GrammarError: the error has another cause, the full lexer was already this output's own, or compiling the
+            grammar for a separate lexer would take too long.
         """
         error = self.matcher.get_error()
         if error.startswith("NoExtension"):  # a vocabulary of words has no word that fits

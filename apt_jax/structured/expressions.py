@@ -36,7 +36,7 @@ _READ_OTHERWISE = re.compile(r"\[\[|\[\^\[|\[:|&&|--|~~|\{,|\\[<>AZz]|\\[xuU]\{"
 
 
 def parsed(pattern: str) -> Sequence[Part] | None:
-    """Return the parts of an expression; None if it has flags, is not supported, or there is no parser.
+    """Return the parts of an expression; None if it has flags, or this Python version lacks the parser.
 
     Raises:
         re.error, RecursionError, OverflowError: it is not a valid expression in Python.

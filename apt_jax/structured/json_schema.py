@@ -12,7 +12,8 @@ the schema, its definitions and other referenced schemas, and changes a copy:
 * `propertyNames` with a regular expression or a list of names becomes `patternProperties` or `properties`.
 * Bounds and constants that llguidance would round are made exact.
 
-A `minProperties` that needs unlisted names is rejected, since nothing keeps such names distinct.
+A `minProperties` that needs more than one name besides the required names is rejected, since nothing keeps unlisted
+names distinct.
 """
 
 import contextlib
@@ -123,8 +124,9 @@ def closed(schema: Mapping[str, Any]) -> Node:
     """Return a copy in which objects with listed properties allow no others, so that small models do not add properties
     endlessly.
 
-    Not changed: objects with `additionalProperties`, `patternProperties`, `const` or `enum`, objects whose `required`
-    or `minProperties` needs unlisted properties, and schemas combined with others for the same value.
+    Objects with `additionalProperties`, `const` or `enum`, and objects whose `required` or `minProperties` needs
+    unlisted properties, are not changed. If the document combines several schemas for one value anywhere, for example
+    with `allOf` or `not`, nothing is changed.
     """
     root: Node = json.loads(json.dumps(schema))
     _close(root)
@@ -132,7 +134,7 @@ def closed(schema: Mapping[str, Any]) -> Node:
 
 
 def _close(root: Node) -> set[int]:
-    """Change a schema as `closed` does; return the identities of its `oneOf` lists whose branches exclude each other."""
+    """Change a schema as `closed` does; return the identities of `oneOf` lists found to have exclusive branches."""
     branches = Branches(root)
     apart: set[int] = set()
 
@@ -358,7 +360,7 @@ def _as_properties(names: Any) -> Node | None:
 
 
 def _check_multiples(places: list[tuple[Node, _Place]]) -> None:
-    """Raise ValueError if the least common multiple of combined `multipleOf` values exceeds llguidance's 32 bits."""
+    """Raise ValueError if the product of `multipleOf` values that may apply together exceeds llguidance's 32 bits."""
     nodes = [node for node, _ in places]
     together = [node for node in nodes if node.keys() & {"allOf", "anyOf", "oneOf", "$ref"}]
     if not any("allOf" in node or "multipleOf" in node for node in together):

@@ -73,8 +73,8 @@ class Names:
         return made
 
     def _joined(self, before: set[_Text], after: set[_Text], most: int) -> set[_Text]:
-        """Return each string of `before` followed by each of `after`; empty if there are more than `most`, or one is
-        too long."""
+        """Return each string of `before` followed by each of `after`; empty if there would be more than `most` strings,
+        or a string might be too long."""
         longest = max(map(len, before), default=0) + max(map(len, after), default=0)
         if len(before) * len(after) > most or longest > _MAX_NAME_CHARS:
             return set()

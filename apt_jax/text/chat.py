@@ -349,10 +349,10 @@ def _up_to_end(text: str, mark: str) -> str:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Return checked descriptions of functions, or None for no functions.
+    """Check a request's tools and return them as plain JSON values; None: no tools.
 
     Raises:
-        InvalidRequestError: they are malformed.
+        InvalidRequestError: the tools are malformed, too many or too large.
     """
     if tools is None:
         return None
@@ -390,10 +390,11 @@ def load_chat_template(path: Path | str, override: str | None = None) -> ChatTem
         override: a file to use instead, the name of one of the model's templates, or ``none``.
 
     Returns:
-        The template. None if the model has no template, or only named ones without `default`, or `override` is "none".
+        The template. None if the model has no template, or only named templates but no `default`, or `override` is
+        "none".
 
     Raises:
-        ModelLoadError: a file is damaged or too large.
+        ModelLoadError: a file cannot be read, is damaged or is too large.
     """
     source = Path(path)
     if override == "none":

@@ -122,8 +122,8 @@ class Continuations:
         return [b"" if token is None else self._piece(token) for token in tokens]
 
     def encoder(self) -> Callable[[str], list[int]]:
-        """Return a function that encodes text that continues other text, without a space before it. The tokens may
-        decode to a different text if the tokenizer knows whole words only."""
+        """Return a function that encodes text as the continuation of other text, without a space before it. The tokens
+        may decode to a different text if the tokenizer knows only whole words."""
         fields = json.loads(self._backend.to_str())
         fields |= {"normalizer": _without_prefix(fields["normalizer"]), "post_processor": None}
         fields["pre_tokenizer"] = _without_prefix(fields["pre_tokenizer"])
@@ -132,7 +132,7 @@ class Continuations:
         return lambda text: backend.encode(text, add_special_tokens=False).ids
 
     def utf8_decoder(self) -> codecs.IncrementalDecoder:
-        """Return an incremental decoder of the bytes that replaces invalid UTF-8 like the library's decoder."""
+        """Return an incremental UTF-8 decoder that replaces invalid bytes like the library's decoder."""
         return codecs.getincrementaldecoder("utf-8")(_EACH if self._has_byte_tokens else "replace")
 
     def _piece(self, token: str) -> bytes:

@@ -37,8 +37,8 @@ def _log_not_kept(directory: Path, reason: str | None) -> None:
 
 
 def log_not_kept(error: OSError) -> None:
-    """Log, once per process, that the cache directory cannot be written. Serving continues with a full or read-only
-    disk."""
+    """Warn that the cache directory cannot be written, once per directory and reason. Serving continues with a full or
+    read-only disk."""
     _log_not_kept(cache_dir(), error.strerror)
 
 
@@ -111,7 +111,7 @@ def read_verified(path: Path) -> bytes | None:
 
 
 def read_private(path: Path) -> bytes | None:
-    """Return the content of a file with the checks of `open_private`; None: the file is missing or must not be run."""
+    """Return the content of a file after the checks of `open_private`; None: the file is missing or must not be run."""
     opened = _opened(path)
     if opened is None:
         return None

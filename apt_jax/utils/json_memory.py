@@ -19,8 +19,8 @@ _FOUR_BYTES = re.compile(rb"[\xf0-\xff]")
 
 
 def check_json_memory(text: bytes, where: str, *, allowance: int = 0, is_vocabulary: bool = False) -> None:
-    """Check that parsed JSON takes at most 40 MiB of memory in addition to its strings; a list of `[]`, for example,
-    takes 26 times the size of its text.
+    """Check, before parsing JSON, that it will take at most 40 MiB of memory in addition to its strings. A list of
+    empty lists, for example, takes 26 times the size of its text.
 
     Args:
         text: the file's contents.

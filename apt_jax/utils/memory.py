@@ -8,14 +8,14 @@ import sys
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system, which the allocator would otherwise keep."""
+    """Make the C library return freed memory to the system instead of keeping it."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def spare_memory_bytes() -> int:
     """Return the bytes that this process may still allocate, given its address-space limit and the system's available
-    memory."""
+    memory; `sys.maxsize` if neither is known."""
     spare = sys.maxsize
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # not Linux

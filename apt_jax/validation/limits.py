@@ -231,7 +231,7 @@ UNSUPPORTED = {
     "data_parallel_rank": "there is one rank, 0; leave it out",
     "dp_rank": "there is one rank, 0; leave it out",
 }
-"""Fields that clients of other engines may send, with the text of the error."""
+"""Error messages for fields that clients of other engines may send, keyed by field."""
 
 
 def unsupported(field: str) -> InvalidRequestError:

@@ -32,7 +32,7 @@ def checked_prompt(
         keep_last: number of tokens to keep at the end of the prompt; None: keep all.
 
     Raises:
-        InvalidRequestError: the prompt is missing or too long, or a token is not in the vocabulary.
+        InvalidRequestError: the prompt is missing, given twice, empty or too long, or a token is not in the vocabulary.
     """
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequestError("prompt", "give either text or token ids, not both")
@@ -57,7 +57,7 @@ def checked_prompt(
 
 
 def check_rows(limits: RequestLimits, ids: Sequence[int], field: str) -> None:
-    """Raise InvalidRequestError if a text has a token that is in the tokenizer's vocabulary but not in the model's."""
+    """Raise InvalidRequestError if a text contains a token that the tokenizer knows but the model does not."""
     token_id = max(ids, default=0)
     if token_id >= limits.vocab_size:
         raise InvalidRequestError(
@@ -68,8 +68,14 @@ def check_rows(limits: RequestLimits, ids: Sequence[int], field: str) -> None:
 
 
 def _last_tokens(tokenizer: Encoder, text: str, ids: list[int], keep: int) -> list[int]:
-    """Return the last `keep` tokens of a text. Special tokens that the tokenizer adds at the start and end are kept and
-    counted."""
+    """Cut a tokenized text to its last `keep` tokens. Special tokens that the tokenizer has added at the start and end
+    are kept and counted, unless they cannot be identified or would leave no text.
+
+    Args:
+        text: the text.
+        ids: its tokens, including added special tokens.
+        keep: number of tokens to return, less than the length of `ids`.
+    """
     bare = tokenizer.encode(text, add_special_tokens=False)
     added = len(ids) - len(bare)
     for start in range(added + 1 if 0 < added < keep else 0):
@@ -82,11 +88,11 @@ def _last_tokens(tokenizer: Encoder, text: str, ids: list[int], keep: int) -> li
 def check_text_length(
     limits: RequestLimits, tokenizer: Encoder, text: str, field: str = "prompt", *, truncated: bool = False
 ) -> None:
-    """Raise InvalidRequestError if a text is too long for the model, before it is tokenized.
+    """Raise InvalidRequestError if a text is too long for the model, without tokenizing it.
 
-    Some tokenizers drop characters such as spaces, so the length of a text gives no lower bound on its number of
-    tokens. Therefore there is a second limit: `MAX_CHARS_PER_TOKEN` characters per token of the model's maximum length,
-    more than any text of words needs.
+    The first limit is on `Encoder.min_tokens`; it does not apply to text that will be truncated. It has no effect with
+    tokenizers that drop characters such as spaces, so there is a second limit: `MAX_CHARS_PER_TOKEN` characters per
+    token of the model's maximum length, more than ordinary text needs.
     """
     least = 0 if truncated else tokenizer.min_tokens(text)
     if least >= limits.max_model_len:
@@ -139,8 +145,8 @@ def _frozen(ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def with_room_filled(limits: RequestLimits, params: SamplingParams, prompt_len: int) -> SamplingParams:
-    """Return `params` with `max_tokens` set to the number of tokens that fit after the prompt, or to 1 if no token
-    fits, which `check_length` rejects.
+    """Return `params` with `max_tokens` set to the number of tokens that fit after the prompt. If none fits, it is set
+    to 1, and `check_length` then rejects the request.
 
     Raises:
         InvalidRequestError: `min_tokens` exceeds that number.

@@ -65,8 +65,9 @@ def build_request(
 
     Args:
         limits: limits of the engine that will serve the request.
-        tokenizer: tokenizer of the model; None: only token ids are accepted, and no stop strings.
-        prompt: text; exactly one of `prompt` and `prompt_token_ids` is given.
+        tokenizer: tokenizer of the model; None: the prompt must be token ids, and stop strings and bad words are
+            rejected.
+        prompt: text of the prompt; exactly one of `prompt` and `prompt_token_ids` is given.
         prompt_token_ids: token ids, used unchanged (no BOS token is prepended).
         params: sampling parameters, or a mapping with any subset of the fields of `SamplingParams`; None: the defaults.
             A `max_tokens` of None allows as many tokens as fit in the model's length and the cache.
@@ -135,11 +136,11 @@ def _cache_salt(value: object) -> str:
 def build_requests(
     limits: RequestLimits, tokenizer: Encoder | None, *, n: object = 1, **fields: Any
 ) -> list[EngineRequest]:
-    """Build the requests for `n` outputs for one prompt; see `build_request` for the other arguments.
+    """Build `n` requests, one for each output of a prompt; see `build_request` for the other arguments.
 
     Returns:
-        n requests, which differ in their ids (``ID``, ``ID#1``, ``ID#2``, ...; clients cannot choose ids with ``#``)
-        and in their seeds (``seed + i``, as in vLLM).
+        The requests, which differ only in their ids (``ID``, ``ID#1``, ``ID#2``, ...; clients cannot choose ids with
+        ``#``) and seeds (``seed + i``, as in vLLM).
 
     Raises:
         InvalidRequestError, QueueFullError: see `build_request`.
@@ -160,7 +161,7 @@ def build_requests(
 
 
 def check_watch_capacity(value: object) -> int:
-    """Check and return the number of scheduler iterations that are buffered for a subscriber.
+    """Check and return the capacity of a subscriber's buffer, in scheduler iterations.
 
     Raises:
         InvalidRequestError: `value` is not an integer in [1, `MAX_WATCH_CAPACITY`].
@@ -211,7 +212,7 @@ def _kept_tokens(limits: RequestLimits, params: SamplingParams) -> int | None:
 
 
 def check_prompt_logprobs(limits: RequestLimits, requests: Sequence[tuple[int, SamplingParams]]) -> None:
-    """Check the number of prompt log probabilities that the requests of a call ask for.
+    """Check that the requests of a call do not ask for too many prompt log probabilities in total.
 
     Args:
         limits: limits of the engine.

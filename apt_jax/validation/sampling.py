@@ -209,12 +209,13 @@ def _bad_words(tokenizer: Encoder | None, value: object) -> tuple[str, ...]:
 def bad_words_token_ids(
     limits: RequestLimits, tokenizer: Encoder | None, words: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of each word, tokenized as at the start of a text.
+    """Return the token sequences that generate any of `words`, to be forbidden.
 
-    The tokenization after a space is added if it has another first token and the same number of tokens.
+    Each word, without leading whitespace, is tokenized as at the start of a text and also after a space. The second
+    sequence is included only if it is as long as the first and starts with a different token.
 
     Raises:
-        InvalidRequestError: a word has no tokens, or a token outside the vocabulary.
+        InvalidRequestError: a word encodes to no tokens, or to a token outside the model's vocabulary.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -246,8 +247,8 @@ def _allowed_token_ids(limits: RequestLimits, value: object) -> tuple[int, ...] 
 
 
 def _stop_token_ids(limits: RequestLimits, value: object, ignore_eos: bool) -> tuple[int, ...]:
-    """Check and return the user's ids, followed by the EOS ids. EOS ids outside the model's vocabulary are harmless,
-    because they are never sampled."""
+    """Check and return the user's ids, followed by the EOS ids unless `ignore_eos`. EOS ids outside the model's
+    vocabulary are harmless, because they are never sampled."""
     if value is None:
         value = ()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):

@@ -87,7 +87,7 @@ def _choices(field: str, value: object) -> tuple[str, ...]:
 
 
 def _schema(field: str, value: object) -> str:
-    """Return a JSON schema as compact JSON text, keys in the given order."""
+    """Check a JSON schema and return it as compact JSON text, with keys in the given order."""
 
     def constant(name: str) -> object:
         raise ValueError(f"{name} is not JSON")

@@ -31,7 +31,7 @@ def described(value: object) -> str:
 
 
 def check_field(spec: FieldSpec, value: object) -> Any:
-    """Check and return an integer or number in the range of its field.
+    """Check and return the value of a numeric field: a number in the field's range, an integer if its type is integer.
 
     Raises:
         InvalidRequestError: `value` is not such a number.
@@ -63,8 +63,8 @@ def check_integer(field: str, value: object, low: int, high: int, rule: str | No
 
 
 def check_number(field: str, value: object, *, signed: bool = True) -> float:
-    """Check and return a finite number that is 0 or has at least the magnitude of a normal float32. Without `signed`,
-    negative numbers and -0.0 are rejected.
+    """Check and return a finite number whose magnitude is 0 or at least that of the smallest normal float32. Unless
+    `signed`, negative numbers and -0.0 are rejected.
 
     Raises:
         InvalidRequestError: `value` is not such a number.

@@ -55,7 +55,7 @@ class BatchCall:
         self.outcome: Outcome | None = None
         """Result of the request; None if the request has not ended or must run again."""
         self.retry_after_s: float | None = None
-        """Seconds after which to run the request again; set if the engine or a preprocessing queue is full."""
+        """Seconds after which to run the request again; set after a temporary error, such as a full queue."""
         self.num_requests = 0
         """Number of engine requests of this call; 0 until the line has been read."""
         self._on_read = on_read

@@ -37,7 +37,7 @@ class BatchConfig:
     max_requests: int = 50_000
     """Maximum number of requests (lines) of one batch."""
     max_line_bytes: int = 2 << 20
-    """Maximum length of one line; the default is also the limit of an HTTP request body."""
+    """Maximum length of one line; the default equals the default limit on the body of an HTTP call."""
     max_disk_bytes: int = 4 << 30
     """Maximum disk space of all tenants together, for files and for the requests and responses of running batches."""
     max_concurrency: int | None = None

@@ -152,7 +152,11 @@ class BatchFeeder:
         return now_s - self._waiting_since_s < _COSTS_WAIT_S
 
     def _next(self, now_s: float) -> RunningBatch | None:
-        """Return the batch whose request runs next: the oldest ready batch of the tenant with the fewest calls."""
+        """Return the batch whose request runs next, from the tenant with the fewest calls; None if no batch is ready.
+
+        Only each tenant's oldest batch that has requests left and is not paused can run next. If few of its requests
+        are in memory, start reading ahead.
+        """
         first: dict[str, RunningBatch] = {}
         for batch in self._batches:
             if now_s >= batch.paused_until_s and (batch.pending or not batch.is_read):

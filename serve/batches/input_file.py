@@ -142,7 +142,7 @@ def _shown(value: object) -> str:
 
 
 def _lines_of(path: Path, max_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, byte offset and bytes of each line, without the line end and cut after about `max_bytes` bytes."""
+    """Yield number, byte offset and bytes of each line, without line ending and cut after about `max_bytes` bytes."""
     offset = number = 0
     with path.open("rb") as file:
         while data := file.readline(max_bytes + 2):

@@ -92,7 +92,7 @@ class BatchRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     num_validations: int = 0
-    """Number of attempts to read the input file that neither finished nor stopped cleanly."""
+    """Number of attempts to read the input file, including a running one, that have not finished or stopped cleanly."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the batch as OpenAI's batch object."""
@@ -154,7 +154,7 @@ class RequestLine:
     offset: int
     """Byte offset of the line in the file."""
     size: int
-    """Length of the line in bytes, without the line end."""
+    """Length of the line in bytes, without the line ending."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class BatchStateError(Exception):
 
 @dataclasses.dataclass(kw_only=True)
 class BatchCounters:
-    """Counts since the start of the server, for its metrics."""
+    """Counters since the start of the server, and gauges, for its metrics."""
 
     open: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
     """Number of batches that have not ended, for each status."""

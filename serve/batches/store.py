@@ -1,4 +1,4 @@
-"""Files, batches and the outcomes of their requests on disk: SQLite for records and outcomes, files for content.
+"""Files, batches and outcomes of batch requests on disk: SQLite for records and outcomes, files for content.
 
 A crash at any moment leaves a consistent state:
 
@@ -68,7 +68,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
 """SQLite error codes of a full or read-only disk; SQLITE_IOERR covers quotas and file size limits of the process."""
 _LOG_PAGES = 256
-"""Number of 4 KiB pages in the write-ahead log at which SQLite writes it back to the database."""
+"""Number of 4 KiB pages in the write-ahead log at which SQLite copies the log to the database."""
 _LOCK_WAIT_S = 30.0
 """Seconds that startup waits for another program to close the database."""
 _COPY_BYTES = 1 << 20
@@ -169,7 +169,7 @@ class BatchStore:
         return self._thread.submit(function).result()
 
     def close(self) -> None:
-        """Wait for running operations, and release the directory."""
+        """Wait for the running operation, cancel the operations that wait, and release the directory."""
         self._thread.shutdown(cancel_futures=True)
         self._db.close()
         os.close(self._lock)
@@ -207,7 +207,7 @@ class BatchStore:
         """Register a file whose content has been written to a path in `files_dir`. After an error the file is removed.
 
         Raises:
-            DiskFullError: the disk or the tenant's share is full, or the tenant has too many files.
+            DiskFullError: the disk is full, or a limit on disk space or the tenant's number of files would be exceeded.
         """
         try:
             self.check_room(record.tenant, record.bytes)
@@ -548,7 +548,7 @@ class BatchStore:
 
 
 def _line(line: RequestLine, outcome: Outcome) -> bytes:
-    """Return a line of the output file or the error file, without the line end."""
+    """Return a line of the output file or the error file, without the line ending."""
     return json_bytes({"id": new_id("batch_req_"), "custom_id": line.custom_id, **outcome.value})
 
 

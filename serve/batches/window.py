@@ -1,4 +1,4 @@
-"""Limits the number of batch requests in the engine, to keep slots free for interactive requests and steps short."""
+"""Limits the batch requests in the engine, to keep slots free for interactive requests and to keep steps short."""
 
 import collections
 import math
@@ -17,12 +17,12 @@ class FeedWindow:
     """Decides how many batch requests may use the slots of a step that interactive requests leave free.
 
     * Without interactive requests, batch requests may use all slots.
-    * With interactive requests, their peak number in the last `MEMORY_S` seconds is left free, plus a few more slots,
-      so that the next interactive request finds a free slot under every policy.
+    * With interactive requests, as many slots are left free as their peak number in the last `MEMORY_S` seconds, plus a
+      few, so that the next interactive request finds a free slot under every policy. At least one slot is for batches.
     * The first token of a new request waits for the running step, so steps are also kept short while there are
       interactive requests: the number of batch requests is limited to the smallest number of rows that reaches
       `KEPT_SHARE` of the full throughput according to the step costs. This is most of the slots if a step with few rows
-      takes nearly as long as one with many, and few if its time grows with each row, as for small models on CPUs.
+      takes nearly as long as one with many, and few slots if the time grows with each row, as for small models on CPUs.
     * No batch request is added while an interactive request may be waiting for a slot.
 
     Args:

@@ -60,7 +60,7 @@ class Arrivals:
     recorded."""
     burstiness: float | None = None
     """Shape of the Gamma distribution of gaps between arrivals, as in vLLM: their coefficient of variation is 1 /
-    sqrt(burstiness). None: recorded arrivals of the trace, stretched to `rate`; without them 1 (Poisson)."""
+    sqrt(burstiness). None: the trace's recorded arrivals, stretched to `rate`, or 1 (Poisson) if it has none."""
     num_requests: int | None = None
     duration_s: float | None = None
     """Seconds after which no request is sent; without `num_requests`, all arrivals within this time are sent."""

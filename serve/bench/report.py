@@ -180,7 +180,7 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
 
 
 def provenance() -> dict[str, Any]:
-    """Return date and versions."""
+    """Return the date, the platform, and the versions of apt-jax, Python and libraries."""
     found = {"apt-jax": __version__, "python": platform.python_version()}
     for name in ("aiohttp", "grpcio", "numpy"):
         try:

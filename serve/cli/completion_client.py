@@ -122,7 +122,7 @@ async def open_completer(args: Any, *, chat: bool = False) -> AsyncIterator[Comp
 
 
 def _build(config: EngineConfig, *, warm_up: bool, quiet: bool) -> EngineComponents:
-    """Build an engine in this thread: the event loop has no other work yet, and Ctrl-C interrupts the build."""
+    """Build an engine in this thread, so that Ctrl-C interrupts the build; the event loop has no other work yet."""
     bars = starting_bars(quiet=quiet)
     try:
         return build_engine(config, warm_up=warm_up, calibrate=False, progress=bars)

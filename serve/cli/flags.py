@@ -287,7 +287,7 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
         cls: dataclass of the field.
         name: name of the field.
         flags: names of the flag; default: the names in its `option`, else the field's name.
-        given: arguments of `add_argument` that override the derived ones.
+        given: arguments of `add_argument`, which override those derived from the field.
     """
     made = options_of(cls)[name][1] if name in options_of(cls) else None
     kind = option_type(cls, name)

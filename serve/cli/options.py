@@ -68,7 +68,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
 
 
 def no_model_given(command: str) -> str:
-    """Return the line that names the default model and a model that can chat."""
+    """Return the line to print if MODEL is not given; it names the default model and a model that can chat."""
     return (
         f"no MODEL given: using {DEFAULT_MODEL}, which cannot chat; for a model that can: apt-jax {command} {CHAT_MODEL} "
         f"({INSTALL_CHAT_MODEL})"
@@ -117,7 +117,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     dataclasses.
 
     Raises:
-        ConfigError: one line that names the flag.
+        ConfigError: a flag is invalid; the message is one line that names it.
     """
 
     def seconds(ms: float | None) -> float:
@@ -226,7 +226,8 @@ class _AnyGrammar:
 
 
 class _AnyText:
-    """Stand-in for a tokenizer: stop strings require a tokenizer, but the checks do not depend on which one it is."""
+    """Stand-in for a tokenizer: without a tokenizer stop strings are rejected; with any tokenizer the checks are the
+    same."""
 
     vocab_size = MAX_INTEGER
 
@@ -330,7 +331,7 @@ def access(args: argparse.Namespace) -> dict[str, Any]:
 
 def read_api_key(path: str | None) -> str | None:
     """Return the first word of a file, the API key; None if `path` is None. Raises ConfigError: the file cannot be
-    read."""
+    read or has no key."""
     if path is None:
         return None
     try:

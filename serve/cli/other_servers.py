@@ -1,4 +1,4 @@
-"""Advice for error messages about flags of vLLM, SGLang, llama.cpp and earlier versions that apt-jax does not have."""
+"""Advice for error messages about unknown flags that vLLM, SGLang, llama.cpp or an earlier version of apt-jax has."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -94,7 +94,7 @@ def advice(word: str, value: str | None, flags: Collection[str]) -> str:
 
     Args:
         word: the unknown flag.
-        value: value of the flag, if it was given one.
+        value: value of the flag; None: it has no value.
         flags: flags of the command.
     """
     name = _NAMES.get(word)

@@ -28,7 +28,7 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
 
 
 _json_out: list[TextIO] = []
-"""The stream that stdout was before each nested `tables_on_stderr`. JSON is written to the last of these streams, or to
+"""For each nested `tables_on_stderr`, the stream that stdout was before it. JSON is written to the last of them, or to
 stdout if the list is empty."""
 
 
@@ -75,7 +75,8 @@ def starting_bars(*, quiet: bool = False) -> ProgressBars:
 
 
 def rounded(value: Any, places: int = 6) -> Any:
-    """Round floats to `places` decimals, three if its name ends in ``_ms``; keep at least six significant digits."""
+    """Round all floats in `value` to `places` decimals (three if the key ends in ``_ms``), but keep at least six
+    significant digits."""
     match value:
         case dict():
             return {k: rounded(v, 3 if str(k).endswith("_ms") else places) for k, v in value.items()}

@@ -57,10 +57,11 @@ class ServerChat:
 
 
 async def fetch_chat(client: AsyncAptClient) -> ServerChat | None:
-    """Fetch the tokenizer and the chat template; None: the model has no tokenizer or no template.
+    """Fetch the tokenizer and the chat template; None: the model has no tokenizer or no template, or the server does
+    not offer them.
 
     Raises:
-        CommandError: the archive is damaged or too large.
+        CommandError: the archive is damaged, too large or cannot be used.
         grpc.RpcError: the server cannot be called.
     """
     stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(client.channel)
@@ -108,7 +109,7 @@ def read_archive(data: bytes) -> ServerChat | None:
 
 
 def _read(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return the contents of a file in the archive. Raises CommandError: the archive lists too large a size for it."""
+    """Return the contents of a file in the archive. Raises CommandError: the file is too large."""
     if archive.getinfo(name).file_size > _MAX_FILE_BYTES:
         raise CommandError(f"the server's tokenizer is too large: {name} exceeds {_MAX_FILE_BYTES >> 20} MiB")
     return archive.read(name)

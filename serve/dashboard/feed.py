@@ -7,7 +7,7 @@
    of recent requests.
 3. The snapshot is encoded once per API key owner with a viewer: tenants see only the ids of their own requests,
    operators see all ids. On a server with operators, tenants see only their own rows, tokens, queue and distributions,
-   but no sums over all tenants, iteration numbers or past points.
+   and no sums over all tenants, iteration numbers or past points.
 4. A viewer waits for the newest snapshot. A slow reader skips older snapshots and does not delay other viewers.
 5. Snapshots hold the server's state (starting, serving, stalled, draining, stopped, ended). The last snapshot ends the
    stream.
@@ -93,7 +93,8 @@ class _Snapshot:
         totals: sums over all tenants.
         own: metrics of each tenant.
         requests: recent requests of each tenant; key None: requests of all tenants.
-        batch, changes: rows of all tenants, with the engine's `request_id` as in `requests`.
+        batch, changes: rows of the last iteration, and recent preemptions and switches of the cache kind, of all
+            tenants; `request_id` is the engine's, as in `requests`.
         last: True for the snapshot that ends the stream.
     """
 
@@ -460,7 +461,8 @@ def _scope(caller: Caller) -> str | None:
 
 
 def _seen_by(caller: Caller, rows: Rows, *, others: bool) -> Rows:
-    """Return rows with the ids that the caller may see; `others` includes rows of other tenants, without ids."""
+    """Return rows with the ids that the caller may see. If `others`, rows of other tenants are included, without ids;
+    otherwise the caller's own rows are returned, without iteration numbers."""
     shown = [row | {"request_id": caller.shown_id(row["request_id"])} for row in rows]
     if others:
         return shown

@@ -88,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_config(model: str, num_blocks: int) -> EngineConfig:
-    """Return a configuration with small steps and a small pool: it holds the keys and values of about five requests."""
+    """Return a configuration with small steps and a pool of `num_blocks`; the default of 96 blocks holds the keys and
+    values of about five requests."""
     return EngineConfig(
         model=model,
         max_model_len=MAX_MODEL_LEN,
@@ -145,7 +146,7 @@ class DemoDisplay:
 async def _run(
     parts: EngineComponents, workload: Workload, board: DemoDisplay
 ) -> tuple[list[Answer], pb.GetStatsResponse]:
-    """Run one policy behind its own gRPC server on an ephemeral port, and send the load through the client."""
+    """Run the workload under one policy: start a gRPC server on an ephemeral port and send all requests to it."""
     engine = AsyncEngine(parts)
     server = GrpcServer(ServerConfig(port=0))
     await server.start()

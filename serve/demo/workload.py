@@ -49,7 +49,7 @@ class Workload:
     kv_capacity: float
     """Requests per second that the pool sustains with keys and values only, according to the cost model."""
     hybrid_capacity: float
-    """Requests per second that the pool sustains with the smaller hidden cache."""
+    """Requests per second that the pool sustains with the smaller hidden cache, but at least `kv_capacity`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,10 @@ def sustained_rate(
     prompt_len: float,
     output_len: float,
 ) -> float:
-    """Return the requests per second at which the device and the pool are fully used, by the cost model.
+    """Return the requests per second at which, according to the cost model, the device and the pool are fully used.
 
-    A request holds about `prompt_len + output_len / 2` tokens while it decodes; as many requests run at once as fit.
+    A request holds about `prompt_len + output_len / 2` tokens while it decodes. As many requests run at once as fit in
+    the pool, at most `max_num_seqs`.
     """
     held = prompt_len + output_len / 2
     blocks = np.ceil(held / hidden_block_size) if kind_hidden else 2 * np.ceil(held / block_size)
@@ -109,9 +110,11 @@ def derive_workload(
     min_requests: int = 40,
     max_requests: int = 400,
 ) -> Workload:
-    """Return arrivals at a rate between the sustained rates of the KV cache and the hidden cache, with matching SLOs.
+    """Return arrivals at `LOAD` times the geometric mean of the sustained rates of the KV cache and the hidden cache,
+    with matching SLOs.
 
-    Gaps and SLOs scale with the calibrated step times, so a slower machine gives the same picture over a longer time.
+    The rate and the SLOs follow from the calibrated step times, so a slower machine gives the same picture with fewer
+    requests, or over a longer time if that would be fewer than `min_requests`.
 
     Args:
         prompts: prompts to sample from; `prompt_lens` has their lengths in tokens.

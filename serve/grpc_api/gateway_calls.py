@@ -1,4 +1,4 @@
-"""Limits the JSON schemas with which gateways require function calls: these schemas allow any number of calls."""
+"""Limits the JSON schemas that gateways send to require function calls, because they allow any number of calls."""
 
 import contextlib
 import json

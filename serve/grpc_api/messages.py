@@ -26,7 +26,7 @@ _SAMPLING_SCALARS = tuple(
     field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.is_repeated and field.message_type is None
 )
 _PROMPT_ENTRIES = 1024
-"""Maximum number of prompt tokens per message with log probabilities; clients accept at most 4 MiB by default."""
+"""Maximum number of prompt tokens with log probabilities per message; by default, clients accept at most 4 MiB."""
 _SLO_CLASSES = {"rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}
 
 
@@ -34,7 +34,7 @@ def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str,
     """Return the arguments for `EngineComponents.build_requests` from a request and its metadata.
 
     Raises:
-        InvalidRequestError: an objective in the metadata is not a number, or the SLO class is unknown.
+        InvalidRequestError: see `slo_fields`.
     """
     fields: dict[str, Any] = {"params": _sampling_fields(request.sampling)}
     if request.request_id:
@@ -55,7 +55,7 @@ def slo_fields(
     metadata.
 
     Raises:
-        InvalidRequestError: an objective in the metadata is not a number, or the SLO class is unknown.
+        InvalidRequestError: an objective in the metadata is not a number, or the SLO class or service tier is unknown.
     """
     slo = pb.Slo() if slo is None else slo
     headers = {key: value for key, value in reversed(metadata)}

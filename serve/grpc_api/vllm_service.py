@@ -8,11 +8,11 @@ The messages are defined by the package smg-grpc-proto and have the same meaning
 * A streamed call gets a `chunk` for each update of each of its `n` outputs, and a `complete` message at the end of each
   output. A chunk holds the new token ids, their count and log probabilities; `complete` repeats all token ids of the
   output. A call that does not stream gets only `complete` messages.
-* Stop strings are matched by this server. The output includes the token ids of the stop string; the gateway that
-  detokenizes them must cut the text before it.
+* Stop strings are matched by this server. The output includes the token ids of the stop string; the gateway,
+  which detokenizes them, must cut the text off where the stop string begins.
 * Unsupported features are rejected with INVALID_ARGUMENT and the reason: structural tags, inputs other than text and
-  token ids, cache transfer, ranks other than 0. `spaces_between_special_tokens` and `grammar_from_first_token` are
-  ignored.
+  token ids, cache transfer, data-parallel ranks other than 0. `spaces_between_special_tokens` and
+  `grammar_from_first_token` are ignored.
 
 Embed, FlushCache and SubscribeKvEvents are UNIMPLEMENTED; so are StartProfile and StopProfile without `--set profiler_dir`.
 """

@@ -1,4 +1,4 @@
-"""Accepts HTTP connections within limits on the total number, the number per client and file descriptors.
+"""Accepts HTTP connections within limits on their total number, their number per client, and file descriptors.
 
 * At a limit, a new connection replaces the connection that has been idle longest; at the limit per client, the longest
   idle connection of that client. Connections with a request in flight are never closed.

@@ -1,7 +1,7 @@
 """Calls that generate text over HTTP: limits, reading bodies, writing responses and detecting disconnects.
 
-The status is sent with the first token, so a call that is rejected or fails while it waits gets an error status.
-A later error is sent as an event, and the stream ends without the end marker of a successful stream.
+The status of a stream is sent with its first output, so a call that is rejected or fails before that gets an error
+status. A later error is sent as an event, and the stream ends without the end marker of a successful stream.
 The differences between the endpoints are in `serve.http_api.endpoints`.
 """
 

@@ -1,7 +1,7 @@
 """Constraints on the output, under the field names of OpenAI, vLLM, SGLang and llama.cpp.
 
 All of them become fields of `apt_jax.request.StructuredOutputsParams`, which defines their meaning;
-`apt_jax.validation` checks them. A body may have only one constraint, under any of the names.
+`apt_jax.validation` checks them. A body may have only one constraint, under one or more of these names.
 """
 
 from collections.abc import Mapping

@@ -28,11 +28,11 @@ from serve.errors import (
 )
 
 DROPPED_REASON_KEYS = ("x-llm-d-request-dropped-reason", "x-request-dropped-reason")
-"""Response headers with the reason, in llm-d's vocabulary, if the server's state kept it from serving a request."""
+"""Headers of responses to requests rejected because of the server's state: they give the reason in llm-d's words."""
 
 
 class Renamer(Protocol):
-    """Replaces the engine's name of an error's field with the field's name in the body."""
+    """Replaces the engine's name for the field of an error with the field's name in the body."""
 
     def __call__(self, error: InvalidRequestError, /) -> InvalidRequestError: ...
 

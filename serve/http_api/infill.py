@@ -37,7 +37,7 @@ def prompt_around(
 
 
 def ending_with_middle(parts: EngineComponents, request: EngineRequest) -> EngineRequest:
-    """Return the request with the tokens that end filled-in text among its stop tokens, unless it has `ignore_eos`."""
+    """Return the request with the tokens that end filled-in text added to its stop tokens, unless it ignores EOS."""
     params = request.params
     if params.ignore_eos:
         return request

@@ -231,7 +231,10 @@ def _timings(metrics: RequestMetrics, prompt_len: int, num_tokens: int) -> Json:
 
 
 def _only(answer: Json, shown: Sequence[str]) -> Json:
-    """Return the fields that the client asked for, keyed by path; fields that do not exist are left out."""
+    """Return the fields that the client asked for, keyed by path; all fields if it asked for none.
+
+    Fields that do not exist are left out.
+    """
     if not shown:
         return answer
     made: Json = {}

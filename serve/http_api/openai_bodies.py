@@ -27,7 +27,7 @@ TEXT: Schema = {"type": "string", "minLength": 1}
 
 
 def _message() -> Schema:
-    """Return the schema of a message with content, tool calls or both. Other fields are ignored."""
+    """Return the schema of a message: content, calls or both; some roles may have neither. Other fields are ignored."""
     part = {
         "anyOf": [
             STRING,
@@ -134,7 +134,7 @@ Model = Annotated[Any, shaped(lambda facts: facts.model)]
 
 
 class Slo(Record, forbid_unknown_fields=True):
-    """Latency objectives. Unknown fields are rejected, because no client sends this object to another server."""
+    """Latency objectives. Unknown fields are rejected, because only this server defines the object."""
 
     ttft_ms: Annotated[Any, shaped(lambda facts: facts.optional("slo_ttft_ms"))] = None
     tbt_ms: Annotated[Any, shaped(lambda facts: facts.optional("slo_tbt_ms"))] = None

@@ -334,8 +334,8 @@ def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[st
 
 
 def _logit_bias(value: object) -> object:
-    """Convert the keys of `logit_bias`, which JSON requires to be strings, to token ids. Other keys are kept, because
-    validation rejects them."""
+    """Convert the keys of `logit_bias`, which JSON requires to be strings, to token ids. Other keys are kept for
+    validation to reject."""
     if not isinstance(value, Mapping):
         return value
     changed = {int(k) if _TOKEN_ID.fullmatch(k) else k: v for k, v in value.items()}
@@ -355,7 +355,7 @@ def _nested_slo(body: Generation, part: str) -> object:
 
 
 def _slo_names(body: Generation, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return a map from the names that errors use for latency objectives to the names that the client used."""
+    """Return a map from the names of SLO fields and the deadline in errors to the names that the client used."""
     names: dict[str, str] = {}
     for part, flat in _SLO_PARTS.items():
         sent = [flat] if getattr(body, flat) is not None else []
@@ -486,7 +486,11 @@ def _echoes(parts: EngineComponents, requests: Iterable[EngineRequest]) -> Seque
 
 
 def _echo(tokenizer: Tokenizer, request: EngineRequest) -> str:
-    """Return the text of a prompt of token ids, without an incomplete last character, which the output completes."""
+    """Return the text of a prompt of token ids.
+
+    An incomplete last character is left out, because the output completes it. With a constraint, the output does not,
+    so the character is kept.
+    """
     text = tokenizer.decode(request.prompt_token_ids.tolist(), skip_special_tokens=False)
     if request.grammar is not None:
         return text

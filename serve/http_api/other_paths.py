@@ -1,4 +1,4 @@
-"""Paths of other servers that this server does not have, and the hints for them in 404 responses."""
+"""API paths that other servers have but this server does not, and the hints for them in 404 responses."""
 
 import difflib
 from collections.abc import Collection
@@ -139,7 +139,9 @@ _PREFIXES_OF_CLIENTS = ("/v1", "/api", "/openai", "/v1beta")
 
 
 def hint(path: str, known: Collection[str]) -> str:
-    """Return a hint for the error message about an unknown path: its replacement or a similar path; may be empty.
+    """Return a hint for the error message about an unknown path; may be empty.
+
+    The hint names an alternative, the reason why the path does not exist, or a similar path of this server.
 
     Args:
         path: the requested path.

@@ -177,7 +177,7 @@ class LimitedHttpProtocol(H11Protocol):
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, at once if its last response is still unread."""
+        """Close an idle connection; abort it if part of its last response has not been sent."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -217,8 +217,13 @@ class LimitedHttpProtocol(H11Protocol):
             self._stalled.watch(self, self.transport.get_extra_info("socket"), self._cut_off)
 
     def _check_writes(self, least: int, since_s: float) -> None:
-        """Disconnect the client if the number of unsent bytes has not fallen below `least`, its minimum so far, in the
-        `write_stall_s` seconds since `since_s`; otherwise check again later."""
+        """Disconnect the client if the number of unsent bytes has not reached a new minimum for `write_stall_s`
+        seconds; otherwise check again later.
+
+        Args:
+            least: smallest number of unsent bytes so far.
+            since_s: time on the event loop's clock when that number was reached.
+        """
         unsent, now_s = self.transport.get_write_buffer_size(), self.loop.time()
         if unsent < least:
             least, since_s = unsent, now_s

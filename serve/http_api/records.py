@@ -29,7 +29,8 @@ class Refused(NamedTuple):
     """A known field that is not supported."""
 
     harmless: tuple[object, ...] | None = ()
-    """Values that are accepted, in addition to null, because they have no effect; None: a field of another API."""
+    """Values that are accepted, in addition to null, because they have no effect. None: only null is accepted, because
+    the field belongs to another API."""
     why: str = "is not supported"
     """Text of the error for other values."""
     text: str | None = None
@@ -48,18 +49,18 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 EngineField = Annotated[Any, Meta(extra={"engine": True})]
-"""Type of a field that is declared in `apt_jax.validation.REQUEST_FIELDS` and checked by the engine."""
+"""Type of a record field that `apt_jax.validation.REQUEST_FIELDS` declares and the engine checks."""
 HIDDEN = Meta(extra={"hidden": True})
 """Metadata of a field that is left out of schemas."""
 
 
 def shaped(shape: Callable[[Facts], Schema], description: str | None = None) -> Meta:
-    """Return the metadata of a field whose schema `shape` derives from facts about the model."""
+    """Return the metadata of a field whose schema is computed by `shape` from facts about the model."""
     return Meta(extra={"shape": shape}, description=description)
 
 
 def fixed(schema: Schema) -> Meta:
-    """Return the metadata of a field that other code checks, with this schema."""
+    """Return the metadata of a field that has this schema and is checked by other code."""
     return shaped(lambda facts: schema)
 
 
@@ -103,7 +104,7 @@ def carried(body: Record, base: type[Record]) -> dict[str, Any]:
 
 
 def quoted(value: object) -> str:
-    """Return text for a client's value in an error message: the first 40 characters of a string, else its JSON type."""
+    """Return text for a client's value in an error message: a string's first 40 characters, else the JSON type."""
     return repr(value[:40]) if isinstance(value, str) else json_kind(value)
 
 

@@ -26,7 +26,7 @@ SIDES = ("text_1", "text_2")
 
 
 def texts_of(facts: Facts) -> Schema:
-    """Return the schema of a text or a list of texts, whose limit allows for at least one text in the other field."""
+    """Return the schema of a text or a list of texts. The list's limit leaves space for one text in the other field."""
     return {"anyOf": [TEXT, list_of(TEXT, 1, facts.max_sequences - 1)]}
 
 

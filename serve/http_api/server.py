@@ -55,7 +55,7 @@ class HttpConfig:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server with this project's `Acceptor`. Signal handlers are left to the process as a whole."""
+    """uvicorn's server with this project's `Acceptor`. It installs no signal handlers; the process has its own."""
 
     def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, stalled: StalledClientDetector) -> None:
         super().__init__(config)

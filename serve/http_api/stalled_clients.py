@@ -18,7 +18,7 @@ from pathlib import Path
 _TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
 _TICK_S = 0.25
 _UNREAD = re.compile(rb"^ *\d+: (\S+) (\S+) \S+ [^\s:]+:(?!00000000)(\S+)", re.MULTILINE)
-"""Matches lines of sockets with unread bytes; groups: own address, other address, number of unread bytes in hex."""
+"""Matches lines of sockets that have unread bytes; groups: local address, remote address, unread bytes in hex."""
 _ACKNOWLEDGED = struct.Struct("=120xQ")
 """`tcpi_bytes_acked` of Linux's `struct tcp_info`."""
 
@@ -36,7 +36,10 @@ class StalledClientDetector:
         self._looking: asyncio.Task[None] | None = None
 
     def watch(self, key: object, connection: socket.socket, stopped: Callable[[], None]) -> None:
-        """Call `stopped` once if the client stops reading although it has unread bytes."""
+        """Watch a connection, and call `stopped` once if its client stops reading although it has unread bytes.
+
+        Do nothing if the client does not seem to be on this machine, or if `key` is already watched.
+        """
         reader = None if key in self._watched else _Reader.of(connection, stopped)
         if reader is not None:
             self._watched[key] = reader

@@ -1,8 +1,8 @@
 """Functions shared by the modules that convert bodies of other APIs to chat completions.
 
 Fields of chat completions that an API does not define (objectives, vLLM's sampling parameters, constraints) keep their
-meaning. If the API has its own name for such a field, the field is rejected and the error gives that name. No field
-that would change the output is silently ignored.
+meaning. If the API has its own name for such a field, the field is rejected and the error gives that name. Unsupported
+fields that would change the output are rejected, except hints such as `thinking.budget_tokens` and `text.verbosity`.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def read_chat(
         parts, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
         chat: the body as a chat completion.
         names: names of fields in the other API; see `field_renamer`.
-        constraint: fields of the body's constraint.
+        constraint: fields of the body's constraint, as in chat completions.
 
     Raises:
         InvalidRequestError: see `serve.http_api.openai_request.build_call`; `.field` is named as in the other API.

@@ -55,8 +55,8 @@ at most two.
 
 
 ServeCommand = Callable[..., list[str]]
-"""Builds the command line of a replica: `apt-jax serve` with the launcher's flags and `flags`, except the flags in
-`without`."""
+"""Function of `flags` and `without` that returns the command line of a replica: `apt-jax serve` with the launcher's own
+flags except those in `without`, then `flags`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def plan(
 
     Raises:
         ConfigError: a flag is invalid, there are too few devices, or no gateway is installed.
-        CommandError: a port is in use.
+        CommandError: a port cannot be bound.
     """
     num_nodes, rank = args.nnodes, args.node_rank
     if num_nodes > 1 and args.replicas > 1:
@@ -269,8 +269,8 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
 
 
 def _divide_cpus(count: int) -> list[Sequence[int]]:
-    """Divide the CPUs among the replicas, core by core: more threads than cores would slow every step. (): the replicas
-    share all CPUs."""
+    """Return the CPUs of each replica, divided core by core, because more threads than cores would slow every step. An
+    empty sequence: the replica may use all CPUs."""
     if sys.platform != "linux" or count == 1:
         return [()] * count
     cpus = sorted(os.sched_getaffinity(0), key=_core)

@@ -157,7 +157,7 @@ class Supervisor:
         return loop.time() - health.result() if health.done() else 0.0
 
     async def _wait_healthy(self) -> float:
-        """Wait until the process is healthy; return the time at which it was."""
+        """Wait until the process is healthy (without a probe: for `STEADY_S`), and return the event loop's time."""
         if self.program.is_healthy is None:
             await asyncio.sleep(STEADY_S)
         else:
@@ -205,8 +205,8 @@ async def launch(
     """Run the replicas and the gateway until a signal; return the exit code.
 
     Args:
-        replicas: programs that are stopped first.
-        gateway: program that is stopped after the replicas; None: no gateway.
+        replicas: programs that are started and stopped first.
+        gateway: program that is started and stopped after the replicas; None: no gateway.
         max_restarts: maximum number of consecutive restarts of one program.
         drain_s: time in seconds that replicas have to exit after the first signal.
         where: line to print when all programs with a probe are healthy.

@@ -3,7 +3,8 @@
 Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged
 at ERROR, once, with the stack but not the text of the exception, which may contain anything. Lines of cancelled and
 rejected calls are rate-limited: ten lines per second for each reason, then one line with the number of omitted
-lines. While the server starts, the limit is one line in ten seconds, to keep lines about its progress visible.
+lines. For calls rejected because the server is starting, the limit is one line in ten seconds, to keep lines about
+its progress visible.
 """
 
 import asyncio

@@ -27,7 +27,7 @@ class CallRecord:
     method: str
     """Path or gRPC method: a name that the server defines, never text from a client."""
     http_method: str | None = None
-    """HTTP method if it is known; None for gRPC."""
+    """HTTP method; None: the call is not an HTTP call, or its method is unknown."""
     request_id: str = NO_ID
     tenant: str | None = None
     """Owner of the call's API key (`serve.security.api_keys`); None: no owner."""
@@ -134,7 +134,7 @@ class CallRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds from arrival to the first step of any of the call's requests; None: no request has run."""
+        """Shortest time from arrival to first step among the call's requests, in seconds; None: no request has run."""
         return min(
             (
                 m.first_scheduled_s - m.arrival_s
@@ -146,12 +146,12 @@ class CallRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from arrival to the first token of any of the call's requests; None: no token was generated."""
+        """Shortest TTFT among the call's requests, in seconds; None: no token was generated."""
         times_s = [m.ttft_s for m in self.metrics if m is not None]
         return min((s for s in times_s if s is not None), default=None)
 
     def unix_ns(self, engine_s: float) -> int:
-        """Convert a time on the engine's clock to nanoseconds since the epoch; the call's end gives the offset."""
+        """Convert a time on the engine's clock to nanoseconds since the epoch, relative to the call's end."""
         return self.ended_unix_ns - int(1e9 * (self.ended_engine_s - engine_s))
 
     @property

@@ -173,7 +173,8 @@ class Profiler:
 
 
 def _not_written(directory: Path, error: Exception) -> ProfileWriteError:
-    """Return the error for a profile that could not be written. A reason other than the system's is only logged."""
+    """Log why a profile could not be written, and return the error for the client, which states the reason only if it
+    is an error of the operating system."""
     full = os.strerror(errno.ENOSPC)
     reason = error.strerror if isinstance(error, OSError) else full if full in str(error) else None
     logger.error("%s: the profile could not be written", directory, exc_info=error)

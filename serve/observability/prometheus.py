@@ -67,7 +67,7 @@ class ServerMetrics:
 
     Args:
         parts: components of the engine.
-        memory: rejects calls while memory is short; None: no limit.
+        memory: gate that counts the calls rejected because memory was short; None: no limit.
     """
 
     def __init__(self, parts: EngineComponents, memory: MemoryGate | None = None) -> None:
@@ -135,8 +135,8 @@ class ServerMetrics:
             sums.finished[delta.finish_reason] += 1
 
     def own_numbers(self, tenant: str) -> dict[str, dict[str, float]]:
-        """Return the latency distributions of one tenant's requests and their counts by finish reason: values keyed by
-        sample name, then by bucket or finish reason ("" for sums). Called in the engine's thread."""
+        """Return one tenant's latency distributions and numbers of finished requests: values keyed by sample name, then
+        by bucket or finish reason ("" for sums). Called in the engine's thread."""
         sums = self._of_tenants.get(tenant) or _TenantSums()
         numbers: dict[str, dict[str, float]] = {"vllm:request_success_total": dict(sums.finished)}
         for name, values in (

@@ -1,7 +1,7 @@
 """API key authentication, with one list of keys for every protocol, and the rights of a key's owner.
 
-Each protocol's server passes the `authorization` header to `ApiKeys.caller_of`. It lists endpoints that need no key by
-exact name, so new endpoints need a key by default.
+Each protocol's server passes the `authorization` header to `ApiKeys.caller_of`. Endpoints that need no key are listed
+by exact name, so new endpoints need a key by default.
 
 The owner of a key is a tenant. To keep tenants from reaching each other's requests, every lookup by id uses tenant and
 id (`Caller.engine_id`), and every shown id goes through `Caller.shown_id`. Operators can reach all requests.
@@ -80,7 +80,8 @@ class ApiKeys:
             key: another key of a tenant (`serve.security.single_key`).
 
         Raises:
-            ConfigError: a file cannot be read, is readable by every user, or has no usable key.
+            ConfigError: a file cannot be read, is too large, can be read or written by every user, or has no key; or
+                see the class.
         """
         if key is not None:
             _digests([key], f"{KEY_FLAG}, {KEY_VARIABLE}")
@@ -115,16 +116,16 @@ class ApiKeys:
 
 
 def require_operator(keys: ApiKeys | None, caller: Caller, *, totals: bool = False) -> None:
-    """Check that a call may be made by this caller.
+    """Check that the caller may make a call that is reserved for operators.
 
     Args:
         keys: accepted keys; None: the server has no keys.
         caller: owner of the call's key.
-        totals: True if the call only shows sums over all tenants, which every key may see on a server without
-            operators.
+        totals: True if the call only shows sums over all tenants; a server without operators then allows it with
+            every key.
 
     Raises:
-        OperatorKeyError: the call is for operators.
+        OperatorKeyError: the caller may not make the call.
     """
     if caller.is_operator or keys is None or (totals and may_see_totals(keys, caller)):
         return

@@ -1,4 +1,4 @@
-"""TLS for every protocol: one certificate, and client certificates if a CA for clients is given."""
+"""TLS for every protocol, with one server certificate; clients need certificates if a CA for clients is given."""
 
 import ssl
 from pathlib import Path

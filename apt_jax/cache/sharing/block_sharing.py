@@ -103,7 +103,7 @@ class BlockSharing:
         return row_of
 
     def preemptible(self, kind: int, running: set[int]) -> list[Place]:
-        """Return the groups used only by a best-effort request, most empty slots first (`FindPreemptBlock`).
+        """Return the unshared groups of best-effort requests, most empty slots first (`FindPreemptBlock`).
 
         Args:
             kind: cache kind of the groups.
@@ -292,9 +292,9 @@ class BlockSharing:
     def _moves(self, slot: int, num_tokens: int, running: set[int], room: int, *, down: bool) -> list[int]:
         """Return the block table entries at which a request replaces a shared group with a new group.
 
-        It leaves groups in which it needs slots of another running request. A best-effort request also leaves groups in
-        which it needs slots of a request that is not running, if there are enough free groups to replace all of them.
-        Otherwise, and for real-time requests, the slots of the other user are checkpointed.
+        It leaves a shared group if it needs slots that hold the other user's positions, and the other user is running.
+        If the other user is not running, a best-effort request leaves the group too, provided that enough groups are
+        free to replace all such groups; otherwise the other user's slots are checkpointed.
         """
         must: list[int] = []
         may: list[int] = []
@@ -387,7 +387,8 @@ class BlockSharing:
                 self._checkpoint(other, kept)
 
     def _checkpoint(self, place: Place, kept: int) -> None:
-        """Save a request's positions in a group from `kept` on; it leaves the group if `kept` is 0."""
+        """Save a request's positions in a group, except the first `kept`; if `kept` is 0, the request leaves the
+        group."""
         self.preempted.save(place, kept)
         if kept == 0:
             slot, entry = place

@@ -19,7 +19,7 @@ class HostBlocks(Protocol):
 
 
 class LentBlocks:
-    """`HostBlocks` lent by the cache's second tier, which drops groups if needed."""
+    """`HostBlocks` lent by the cache's second tier, which drops groups to free them if needed."""
 
     def __init__(self, groups: GroupPool) -> None:
         assert groups.tier is not None

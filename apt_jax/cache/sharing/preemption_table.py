@@ -1,7 +1,7 @@
 """The preemption table (BROS §5.2): missing slots of requests, and transfers of slots to and from host memory.
 
 Only slots that another request is about to overwrite are saved (*lazy checkpointing*). They always hold a request's
-latest positions in a group, and keep their places in a block of host memory.
+latest positions in a group, and have the same indices in a block of host memory.
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ class PreemptionTable:
     # --- saving and loading ------------------------------------------------------------------------------------------
 
     def save(self, place: Place, kept: int) -> None:
-        """Save a request's positions in a group from `kept` on."""
+        """Save a request's positions in a group that are on the device, except the first `kept`."""
         slot, entry = place
         there = self.on_device(place)
         ids = self._cache.tables[slot, : self._cache.blocks_per_group[self._cache.kind[slot]], entry]

@@ -1,5 +1,5 @@
 """Builds a `StepBatch` from a plan: preempts requests, attaches cached prefixes, reserves blocks, and updates the
-counts."""
+request table."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _NO_TABLES = np.zeros((0, 2, 0), np.int32)
 
 
 class BatchBuilder:
-    """Builds the batch of a plan, and updates the counts after it has been dispatched.
+    """Builds the batch of a plan, and updates the request table after the batch has been dispatched.
 
     Args:
         states: the requests; the requests of a batch are running afterwards.
@@ -237,8 +237,11 @@ class BatchBuilder:
     def _begin_copies(
         self, rows: NDArray[np.int32], slots: NDArray[np.int32], sources: Mapping[int, CopySource]
     ) -> NDArray[np.int32]:
-        """Make the first new group of each row in `sources` a copy, and return an (m, 2) array of source and
-        destination blocks."""
+        """Prepare the step to copy each group in `sources` into its row's first new group.
+
+        Returns:
+            (m, 2) source and destination blocks that the step must copy.
+        """
         copies = [
             self._cache.begin_copy(slot, int(self._table.num_cached[row]), sources[row])
             for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)
@@ -260,7 +263,7 @@ class BatchBuilder:
     # --- after dispatch --------------------------------------------------------------------------------------------
 
     def account(self, batch: StepBatch, rows: NDArray[np.int32], requests: list[RequestState]) -> list[FilledBlocks]:
-        """Update the counts for a dispatched step, and return the groups that it fills."""
+        """Update the request table for a dispatched step, and return the groups that the step fills."""
         states, table, cache = self._states, self._table, self._cache
         end = batch.start + batch.num_tokens
         table.num_cached[rows] = end

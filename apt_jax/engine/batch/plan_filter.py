@@ -45,7 +45,8 @@ class PlanFilter:
         return False
 
     def converted_rows(self, plan: Plan, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return the (n,) mask of rows that the plan may convert; `rows` are its valid rows."""
+        """Return an (n,) mask of the rows that the plan converts, without rows that cannot be converted, which are
+        reported. `rows` are the plan's valid rows."""
         if not plan.convert.size:
             return np.zeros(rows.size, np.bool_)
         wanted = np.isin(rows, plan.convert)
@@ -57,7 +58,8 @@ class PlanFilter:
         return may
 
     def valid_rows(self, plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
-        """Return rows, token counts and cache kinds of a plan, without rows that cannot run."""
+        """Return rows, token counts and cache kinds of a plan, without rows that cannot run. A waiting request
+        that fits the pool with only one kind gets this kind."""
         rows, num_tokens, kind = (
             np.asarray(plan.rows, np.int32),
             np.asarray(plan.num_tokens, np.int32),

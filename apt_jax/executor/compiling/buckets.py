@@ -1,4 +1,4 @@
-"""The set of compiled programs: padded sizes, cache kinds that can occur, and variants of the sampler. Needs no JAX."""
+"""The padded sizes that programs are compiled for, and the variants of the sampler. Needs no JAX."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ _STEEP_TOKENS = 256
 _OCTAVE = (16, 18, 21, 24, 28)
 """Buckets from a power of two to the next, in sixteenths of the former: increments of 12 to 17 %."""
 _PREFIX_ROOMS = (8192, 32_768)
-"""Total padded lengths of hidden prefixes, in positions, up to which separate programs are compiled; one more program
-takes any length."""
+"""Maximum total padded lengths of hidden prefixes, in positions: a program is compiled for each, and one more program
+for any length."""
 _SPARSE_PREFIX = 4
 """Factor between prompt sizes with hidden prefixes; they are sparse because the prefixes take most of such a step."""
 _CONVERT_TOKENS = (128, 1024)
@@ -68,7 +68,7 @@ class PromptSize(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, bool, int]:
-        """Sort key: of several sizes that hold a step, the smallest key takes the least time."""
+        """Sort key: of several sizes that hold a step, the size with the smallest key takes the least time."""
         return self.tokens, self.prefix_room is None, self.prefix_room or 0
 
 
@@ -153,7 +153,7 @@ class Buckets:
         Args:
             sparse: True: use fewer row buckets where reading the weights takes most of a step, and `prompt_buckets` for
                 tokens.
-            has_rooms: True: programs are compiled for several lengths of hidden prefixes.
+            has_rooms: True: separate programs are compiled for prompts with hidden prefixes.
             in_pieces, few_tokens: see `prefix_sizes`.
         """
         decode = power_of_two_buckets(1, max_num_seqs, rows_multiple, sparse_below=_SPARSE_ROWS if sparse else 0)

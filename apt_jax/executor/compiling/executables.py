@@ -78,7 +78,8 @@ class ExecutableStore:
 
     @classmethod
     def find(cls, devices: Sequence[Any], facts: Sequence[str]) -> Self | None:
-        """Return the store of this process; None: compiled programs are not kept, or this JAX cannot load them."""
+        """Return the store of this process; None: compiled programs are not kept, or this version of JAX cannot load
+        them."""
         kept = kept_programs()
         if kept is None:
             return None

@@ -41,7 +41,7 @@ class ProgramName(NamedTuple):
     size: int
     variant: SamplerVariant | None = None
     prefix_room: int | None = None
-    """Maximum length of the hidden prefixes; see `PromptSize.prefix_room`."""
+    """Maximum total length of the hidden prefixes; see `PromptSize.prefix_room`."""
 
 
 class ReadyPrograms:

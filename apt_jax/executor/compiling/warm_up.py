@@ -115,7 +115,8 @@ def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple
 
 
 def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversions: bool) -> list[Program]:
-    """Return every program that serving can need.
+    """Return every program that serving can need, except transfers (`HostPool.programs`) and the programs of
+    `prompt_logprobs`.
 
     Args:
         mixed: True: programs may have decode rows and prompt chunks.

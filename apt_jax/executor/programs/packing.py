@@ -166,7 +166,7 @@ class PackedForward:
     num_decode: int
     num_prefill: int
     prefix_room: int | None
-    """Maximum length of the hidden prefixes; see `PromptSize.prefix_room`."""
+    """Maximum total length of the hidden prefixes; see `PromptSize.prefix_room`."""
     table_changes: Changes
     """Changes of block tables that did not fit into `ints` and must be sent before the step."""
 

@@ -170,7 +170,7 @@ class Programs:
         return jax.jit(on_all, static_argnames=static, donate_argnums=donated, compiler_options=self._compiler_options)
 
     def use_store(self, devices: Sequence[Any]) -> None:
-        """Load executables kept by an earlier start, and keep newly compiled ones.
+        """Load executables stored by an earlier start, and store newly compiled executables.
 
         Args:
             devices: devices that the programs run on, in the order of the mesh.
@@ -489,14 +489,14 @@ class Programs:
         return (convert_inputs(params, pools, batch, self.config, self._options(0, self.kinds_offered)),)
 
     def change_tables(self, tables: Array, changes: Array) -> tuple[Array]:
-        """Apply changes (2, m), flat indices and blocks, to the block tables, which are donated."""
+        """Apply changes, a (2, m) array of flat indices and blocks, to the block tables, which are donated."""
         slot, rest = _divided(changes[0], 2 * self.step_format.table_len)
         half, column = _divided(rest, self.step_format.table_len)
         changed = tables.at[slot, half, column].set(changes[1], mode="drop", wrap_negative_indices=False)
         return (changed,)
 
     def change_counts(self, token_counts: Array, changes: Array) -> tuple[Array]:
-        """Apply changes (2, m), flat indices and increments, to the token counts, which are donated."""
+        """Apply changes, a (2, m) array of flat indices and increments, to the token counts, which are donated."""
         slot, token = _divided(changes[0], self.step_format.vocab_size)
         return (token_counts.at[slot, token].add(changes[1], mode="drop", wrap_negative_indices=False),)
 
@@ -535,8 +535,8 @@ class Programs:
         return (tuple(loaded(pool, slots[:, layer]) for layer, pool in enumerate(pools)),)
 
     def _columns(self, places: Array, width: int) -> Array:
-        """Return the indices of slots in a flattened block, (n, values on this device); a slot has `width` values over
-        all devices."""
+        """Return the indices of the values of slots in a flattened block, (n, values of a slot on this device); a slot
+        has `width` values over all devices."""
         own = width if self._tensor is None else width // self._tensor.size
         return places[:, 1:] * own + jnp.arange(own, dtype=jnp.int32)[None]
 

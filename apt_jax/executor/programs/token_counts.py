@@ -86,7 +86,7 @@ class SentCounts:
 
 
 def _counts(history: Ints, prompt_len: int) -> tuple[Ints, NDArray[np.int64]]:
-    """Return the tokens of a history, possibly repeated, and the increment for each."""
+    """Return the tokens of a history, in which a token may occur several times, and the increment for each."""
     prompt, outputs = np.unique(history[:prompt_len]), history[prompt_len:]
     ones = np.ones(len(outputs), np.int64)
     return np.concatenate([prompt, outputs]), np.concatenate([np.full(len(prompt), IN_PROMPT), ones])

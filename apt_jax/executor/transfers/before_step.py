@@ -1,4 +1,4 @@
-"""Moves and converts blocks before a step writes anything: to host memory, within the pool, and from host memory."""
+"""Saves, copies, loads and converts blocks before a step writes anything."""
 
 from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.executor.compiling.buckets import bucket_for

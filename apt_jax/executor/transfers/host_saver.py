@@ -21,7 +21,7 @@ PINNED = "pinned_host"
 
 
 def stages_in_pinned_memory(device: Any) -> bool:
-    """Return True for a GPU with pinned memory that JAX allocates.
+    """Return True if arrays should be copied to pinned memory first: on a GPU for which JAX can allocate such memory.
 
     On such a GPU, `jax.Array.copy_to_host_async` uses one fixed buffer of the runtime, so copies and transfers
     alternate instead of overlapping (jax-ml/jax#22114).

@@ -85,7 +85,8 @@ class PrefixFiles:
 
     Attributes:
         salt: salt of the root digests.
-        num_bytes: total bytes of the files in the directory: at the last scan, with this process's changes since then.
+        num_bytes: total bytes of the files in the directory: as of the last scan, plus this process's changes since
+            then.
         num_dropped_files: number of files removed because they failed a check.
 
     Raises:

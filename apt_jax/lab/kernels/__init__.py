@@ -58,5 +58,5 @@ BACKENDS: dict[str, Callable[[str | None], KernelBackend]] = {
     "triton-onepass": _triton_onepass,
     "jax-triton": _jax_triton,
 }
-"""Function that builds each backend, by the backend's name; its argument is the chip that the kernels are laid out
+"""Functions that build the backends, keyed by backend name; their argument is the chip that the kernels are laid out
 for."""

@@ -7,10 +7,10 @@ and the launch is part of a step's CUDA graph like those of Triton kernels. The 
 only in the names of two instructions.
 
 A `Variant` holds the sizes that are static for the compiler: the numbers of blocks, warps, feature lanes and heads. All
-other sizes are data, so a few variants serve all widths up to 9,216 and any number of heads, in groups of equal size
-that read the same layer inputs from the L2 cache. The visible tiles of all rows are cut into ranges of equal length,
-one per cluster that runs at a time (`ranges_of`), and `triton_work_list.join_pieces` joins rows that lie in several
-ranges.
+other sizes are data, so a few variants serve most widths up to 9,216 (`plan_for`) and any number of heads: heads are
+split into groups of equal size, which read the same layer inputs from the L2 cache. The visible tiles of all rows are
+cut into ranges of equal length, one per cluster that runs at a time (`ranges_of`), and `triton_work_list.join_pieces`
+joins rows that lie in several ranges.
 
 The kernel also computes attention over latents, whose first lanes are the values: `decode_absorbed(...,
 value_width=512)` for latents of 576 lanes.

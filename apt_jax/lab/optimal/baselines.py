@@ -27,12 +27,12 @@ def _simple_schedule(
 ) -> OptimalSchedule:
     """Build a first-come-first-served schedule, whose objective bounds the optimum.
 
-    All requests that fit run, and the latest arrivals are evicted.
+    All requests that fit run; if decodes run out of blocks, the latest arrivals are evicted.
 
     Args:
         problem: the problem; each request alone fits the pool.
-        kind: cache kind of all requests; a request that it cannot hold takes the smallest kind. None: the smallest
-            kind.
+        kind: cache kind of all requests; a request too long for the pool in this kind takes the smallest kind. None:
+            the smallest kind.
         reserve: reserve a request's final memory from its start, so that no request is evicted.
         decode_first: schedule decodes before prefills.
     """

@@ -241,7 +241,7 @@ def _quiet_stdout() -> Iterator[None]:
 
 
 def _starts(problem: OptimalProblem, text: str) -> dict[str, OptimalSchedule]:
-    """Return the schedule of each policy in a comma-separated list, by the policy's name."""
+    """Return the schedules of the policies in a comma-separated list, keyed by policy name."""
     starts = {}
     for name in filter(None, (part.strip() for part in text.split(","))):
         try:

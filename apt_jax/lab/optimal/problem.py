@@ -52,12 +52,12 @@ class OptimalProblem:
     """Chunks end at multiples of this number or at the end of the prompt; above 1, only schedules with such chunks are
     considered."""
     hybrid_batching: bool = True
-    """Prefills and decodes may share a batch."""
+    """True if prefills and decodes may share a batch."""
     eviction: bool = True
-    """Requests may be evicted; False: a request keeps its cache until it ends."""
+    """True if requests may be evicted; False: a request keeps its cache until it ends."""
     kinds: tuple[CacheKindSpec, ...] = _KV_ONLY
-    """Cache kinds, in the order `KV`, `HIDDEN`; a request without cache takes one of them when it runs. `costs`
-    replaces the extra times in the kinds."""
+    """Cache kinds, in the order `KV`, `HIDDEN`; a request without cache takes one of them when it runs. Batch times
+    come from `costs`, not from the extra times in the kinds."""
     block_size: int = 1
     """Token positions per group of the KV kind."""
     hidden_block_size: int | None = None
@@ -86,7 +86,7 @@ class OptimalProblem:
 
     @property
     def direction(self) -> int:
-        """1 if the objective is minimised, -1 if it is maximised."""
+        """1 if the objective is minimized, -1 if it is maximized."""
         return -1 if self.objective == "slo" else 1
 
     def blocks(self, tokens: int, kind: int) -> int:

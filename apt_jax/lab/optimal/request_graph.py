@@ -1,4 +1,4 @@
-"""The graph of a request's states; its arcs are the steps that the request can take in a batch."""
+"""The graph of a request's states; each arc is a transition that the request can make in one batch."""
 
 import collections
 from typing import NamedTuple

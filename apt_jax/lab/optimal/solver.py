@@ -22,7 +22,7 @@ here.
 The bound holds because without chunks every batch generates a token, and because a schedule need not take longer than
 the best of a few simple schedules, which are tried first.
 
-**Starts.** The paper initialises the program with the output of other schedulers. SciPy cannot pass an initial solution
+**Starts.** The paper initializes the program with the output of other schedulers. SciPy cannot pass an initial solution
 to HiGHS, so given schedules (`starts`, made by `policy_schedule`) are used in other ways: the best of them bounds the
 number of batches, excludes all worse schedules, and is the result if the time limit ends the search before a better
 schedule is found. `find_better` answers the paper's other question: whether a schedule exists that is, for example, 10
@@ -108,7 +108,7 @@ def _least_batch_s(problem: OptimalProblem) -> float:
 
 
 def _simple_bound(problem: OptimalProblem) -> float:
-    """Return a bound on the objective that needs no solver: each token of a request takes at least one batch."""
+    """Return a bound on the objective that needs no solver: each output token of a request takes at least one batch."""
     least_s, requests = _least_batch_s(problem), problem.requests
     if problem.objective == "slo":
         return float(len(requests))
@@ -237,7 +237,7 @@ class _Made:
     simple: OptimalSchedule
     """Best schedule known before solving."""
     sign: float
-    """1 if the objective is minimised, -1 if it is maximised."""
+    """1 if the objective is minimized, -1 if it is maximized."""
     unit: float
     """Scale of the program: its objective is `sign * unit * (objective of the problem + offset)`."""
     offset: float

@@ -19,8 +19,8 @@ _WHOLE_PROMPTS: dict[str, Any] = {"chunked": False, "prefill_tokens": 4096}
 
 
 def _unified(name: str, source: str, summary: str, **settings: Any) -> dict[str, PolicyMaker]:
-    """Return the registry entry for a configuration of InferMax's Algorithm 1; P is at most C
-    (`max_num_batched_tokens`)."""
+    """Return the registry entry for a configuration of InferMax's Algorithm 1, whose settings are arguments of
+    `UnifiedPolicy`."""
     return {name: PolicyMaker(UnifiedPolicy, {"name": name, **settings}, source=source, summary=summary)}
 
 
@@ -144,4 +144,4 @@ POLICIES: dict[str, PolicyMaker] = {
         summary="prompt and output reserved on admission; running requests pause for a prefill when enough requests wait",
     ),
 }
-"""Policies for comparison, by the name that `--scheduling-policy` accepts."""
+"""Policies for comparison, keyed by the name that `--scheduling-policy` accepts."""

@@ -341,8 +341,8 @@ def _take(
         tokens: number of tokens left in the step.
         slots: number of requests that may still start.
         memory: number of free blocks.
-        alone: start an option that exceeds the memory alone if it is worth more than all options before it, as in
-            Algorithm 1.
+        alone: if the option that exceeds the memory is worth more than all options before it, start only its request,
+            as in Algorithm 1. False: start no request then.
 
     Returns:
         A map from the indices of the chosen requests to True for the hidden kind, or to False for keys and values.

@@ -54,7 +54,8 @@ class FastGenPolicy:
         return Plan.idle(running)
 
     def _compose(self, view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> Plan:
-        """Return the plan of a step of the given requests after `preempt` have lost their cache."""
+        """Return the plan of a step that preempts `preempt` and runs the other given requests, then waiting requests if
+        `preempt` is empty."""
         table = view.table
         free = view.free_blocks + int(table.num_blocks[preempt].sum())
         budget = min(self.budget, view.max_num_batched_tokens)
@@ -120,7 +121,8 @@ class FastGenPolicy:
         num_tokens: list[int],
         kinds: list[int],
     ) -> None:
-        """Start waiting prompts in order, adding to the three lists; the last prompt gets the rest of the budget."""
+        """Start waiting prompts in order, by appending to `rows`, `num_tokens` and `kinds`; the last prompt gets the
+        rest of the budget."""
         kind = allowed_kinds(view, waiting).argmax(axis=1)
         per_group, size = view.blocks_per_group[kind], view.block_sizes[kind]
         table = view.table

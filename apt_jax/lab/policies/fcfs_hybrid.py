@@ -95,7 +95,7 @@ class FcfsHybridPolicy:
     def _turn(self, view: SchedulerView) -> Plan | None:
         """Return a plan that preempts the oldest KV requests, to recompute them as hidden, and decodes the others.
 
-        It is None if no request can change its kind.
+        None: no request can change its kind.
         """
         table = view.table
         decoding, _ = split_running(view)

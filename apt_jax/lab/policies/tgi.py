@@ -39,10 +39,10 @@ class TgiPolicy:
     Args:
         waiting_served_ratio: minimum ratio of waiting to running requests for a prefill; TGI's default from version 2
             on is 0.3 (before: 1.2).
-        max_waiting_tokens: number of decode iterations after which any waiting request that fits may start; TGI's
-            default.
-        max_batch_prefill_tokens: maximum number of prompt tokens per prefill, limited to the tokens of a step; TGI's
-            default up to version 1 (later: `max_input_tokens + 50`).
+        max_waiting_tokens: number of decode iterations after which any waiting request that fits may start; the default
+            is TGI's.
+        max_batch_prefill_tokens: maximum number of prompt tokens per prefill, limited to the tokens of a step; the
+            default is TGI's up to version 1 (later: `max_input_tokens + 50`).
     """
 
     name = "tgi"

@@ -61,7 +61,7 @@ def _dense(
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """Compute `ops.linear.dense` for unquantized weights, differentiable by the custom gradient of `_product`."""
+    """Compute `ops.linear.dense` for unquantized weights; its gradient is computed by `_product_backward`."""
     out = _product(x.astype(w.dtype), w)
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None, :]
@@ -77,8 +77,8 @@ def _attend_block(
     scale: float,
     rules: LogitModifiers,
 ) -> Float[Array, "B K T G H"]:
-    """Compute attention of a block of queries, whose first has position `first_query` among the keys; attention weights
-    are rounded to the dtype of the values."""
+    """Compute attention of a block of queries; the first query is at position `first_query` of the keys. Attention
+    weights are rounded to the dtype of the values."""
     rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
     scores = _product(rows, k).reshape(*q.shape[:4], k.shape[2]) * scale
     if rules.softcap is not None:
@@ -200,7 +200,7 @@ def training_logits(
 
     Args:
         params: parameters as `load_model` returns them, with no quantized matrices.
-        tokens: token ids of sequences of one length. Pad shorter sequences at their end, with any token: no position
+        tokens: token ids of sequences of equal length. Pad shorter sequences at their end, with any token: no position
             sees a later position. Leave the scores of padding out of the loss.
         positions: positions of the tokens, consecutive in each sequence; None: from 0 on.
         dtype: dtype to which the parameters are rounded first: bfloat16 with float32 parameters is mixed-precision

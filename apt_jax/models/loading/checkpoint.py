@@ -61,7 +61,7 @@ class TensorInfo:
     (``Q4_K``)."""
     shape: tuple[int, ...]
     start: int
-    """Byte offset in the file; tensors are read in this order."""
+    """Byte offset in the file, or index of the tensor if the format has no offsets; tensors are read in this order."""
     num_bytes: int
 
 
@@ -83,7 +83,8 @@ class Checkpoint(Protocol):
         ...
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
-        """Yield the values of a tensor in the order of the file, as flat pieces of a few MiB.
+        """Yield the values of a tensor in the order of the file, as flat arrays of a few MiB (PyTorch files: as one
+        array).
 
         Raises:
             ModelLoadError: see `read`.

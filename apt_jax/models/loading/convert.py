@@ -110,7 +110,7 @@ def convert_model(
         source: name of the model, for `resolve_model`.
         target: directory to create; it must not exist.
         format: format to write.
-        dtype: dtype of the written weights; None: the stored dtype, or bfloat16 for quantised weights.
+        dtype: dtype of the written weights; None: the stored dtype, or bfloat16 for quantized weights.
         load_format: format of the source; see `EngineConfig`.
         use_tqdm: show a progress bar on terminals.
 

@@ -451,8 +451,8 @@ def load_model(
             `config.dtype` are not copied.
 
     Returns:
-        The parameters, every leaf in `config.dtype`; with `quantization="gguf"` every matrix stored as Q4_0, Q4_1 or
-        Q8_0 is a `GroupedMatrix`.
+        The model. All its parameters are in `config.dtype`, but with `quantization="gguf"` every matrix stored as Q4_0,
+        Q4_1 or Q8_0 is a `GroupedMatrix`.
 
     Raises:
         ModelLoadError: one line that names the file or field and the reason.

@@ -1,7 +1,7 @@
 """Reading of LoRA adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 Every unsupported feature that would change the output is refused by name: weights other than A and B (`bias`,
-`modules_to_save`, embeddings), other kinds of adapters (such as DoRA), initialisations that change the base weights.
+`modules_to_save`, embeddings), other kinds of adapters (such as DoRA), initializations that change the base weights.
 Names and shapes are checked against the model before a value is read.
 """
 

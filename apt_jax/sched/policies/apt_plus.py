@@ -45,7 +45,7 @@ RESERVE_TOKENS = 16
 """Number of further tokens per decoding request for which admission leaves blocks free."""
 
 GAP_S = 0.5
-"""Approximate time limit in seconds of a step that mixes prompts with decodes that have no TBT objective."""
+"""Approximate time limit in seconds for the prompts in a step that also decodes requests without a TBT objective."""
 
 LEFTOVER_TOKENS = 64
 """Like `RESERVE_TOKENS`, but for the admission of requests that can no longer attain their SLOs and would be paused
@@ -56,22 +56,24 @@ class AptPlusPolicy:
     """Decodes all running requests in every step, together with prompts, and gives memory to requests that can still
     attain their SLOs.
 
-    1. *One step for both phases.* The weights are read once for decodes and prompts; there is no iteration type
+    1. *One step for both phases.* The weights are read once for decodes and prompts; there are no iteration types
        (Apt-Serve-S, §6.7). The prompt tokens of a step are limited so that, by the cost model, no request that can
        still attain its SLOs gets a gap above `TBT_SHARE` of its TBT objective. If requests without an objective decode,
-       the limit of the step is `GAP_S`.
+       the prompts of the step are also limited to about `GAP_S`.
     2. *Kind by the price of memory.* A request takes the hidden kind if filling the blocks that this saves with more
        requests gains more than its slower reads cost (`kinds_by_cost`): always with absorption, hardly ever with
        reprojection.
     3. *Admission.* The knapsack of Apt-Serve Eq. 7, with the pending times p_i as values, chooses among the waiting
        requests that would be on time if they started now. Requests that were paused in the middle of their answer and
-       have no objective rank before all others. Late requests get the blocks that are left if every decoding request
-       can still grow by `LEFTOVER_TOKENS`: first requests without a token, then paused requests, each group by arrival.
+       have no objective rank before all others. Late requests get the blocks that are left after `LEFTOVER_TOKENS` more
+       tokens are set aside for every decoding request: first requests without a token, then paused requests, each group
+       by arrival.
     4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running requests that lose no
-       attainment by a pause: requests that have missed an objective, and requests with so many tokens that one more
-       late gap does not make their 99th percentile late. It pauses no other requests. The latest arrivals are paused
-       first, because they have the most tokens left, so their memory is free for the longest time. Recomputation of
-       paused requests may take `RECOMPUTE_SHARE` of the time, so pauses cost at most a few per cent of the throughput.
+       attainment by a pause: requests that have missed an objective, and requests with so many tokens that their 99th
+       percentile meets the objective despite one more late gap. No other requests are paused for it. The latest
+       arrivals are paused first, because they have the most tokens left, so their memory is free for the longest time.
+       Recomputation of paused requests may take `RECOMPUTE_SHARE` of the time, so pauses cost at most a few per cent of
+       the throughput.
        If the next positions do not fit the pool, requests are paused in the same order.
     5. *Two classes.* Best-effort requests have no objectives. They are paused before all others, also for lack of
        slots. They pause no other request, get only the memory left by real-time requests, and do not shorten steps.
@@ -195,8 +197,8 @@ class AptPlusPolicy:
         """Return the (n,) mask of requests that count as having missed an objective.
 
         A request counts if its first token was late, if the gap since its last token is already late, or if more gaps
-        were late than are forgiven; further gaps that are in time can undo the last, because longer outputs are
-        forgiven more.
+        were late than are forgiven. Except for a late first token, this may change back, because more late gaps are
+        forgiven in a longer output.
         """
         table = view.table
         open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)
@@ -220,7 +222,8 @@ class AptPlusPolicy:
         order: NDArray[np.intp],
         is_free: NDArray[np.bool_],
     ) -> int:
-        """Return how many of the first rows in `order` must pause to fit next positions and start urgent requests."""
+        """Return how many rows, from the front of `order`, must pause for next positions to fit and urgent requests to
+        start."""
         table = view.table
         if not decoding.size:
             return 0
@@ -333,7 +336,7 @@ class _Waiting:
 def prefill_s(
     view: SchedulerView, rows: Rows, kind: NDArray[np.int8], partial: Rows, decode_s: float
 ) -> NDArray[np.float64]:
-    """Return the (n,) seconds that each waiting row would take to its next token if it started now.
+    """Return the (n,) seconds until the next token of each waiting row if the row started now.
 
     The partly computed prompts in `partial` are computed first.
     """
@@ -365,9 +368,10 @@ def _keep_prompts(view: SchedulerView, decoding: Rows, partial: Rows, preempt: R
 
 
 def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: int) -> int:
-    """Return the maximum number of prompt tokens in a step that holds the `TBT_SHARE` limit for all rows in `attain`.
+    """Return how many prompt tokens a step may compute within the `TBT_SHARE` limit of all rows in `attain`.
 
-    It is at least one block, which lets prompts progress even if an objective allows fewer tokens.
+    The number is at most `limit`. It is at least one block (or `limit` if that is less), so prompts progress even if an
+    objective allows fewer tokens. If costs are unknown, it is `limit`.
     """
     costs = view.costs
     per_token_s = costs.prefill_per_token_s
@@ -384,8 +388,10 @@ def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: in
 
 
 def _tokens_within(view: SchedulerView, first: Rows, limit_s: float, limit: int) -> int:
-    """Return the number of prompt tokens that take at most about `limit_s` in a step: at least one block, or `limit` if
-    that is less; `limit` if costs are unknown.
+    """Return how many prompt tokens a step can compute within about `limit_s`.
+
+    The number is at most `limit`, and at least one block (or `limit` if that is less). If costs are unknown, it is
+    `limit`.
 
     Args:
         view: the scheduler's view.

@@ -1,8 +1,8 @@
 """BROS: real-time requests by remaining time, then best-effort requests in the capacity left (BROS §4, Algorithm 1).
 
 If blocks are shared (`SchedulerView.takeable`; BROS §5), real-time requests take groups of blocks from best-effort
-requests, after their contents were saved. Without sharing, or if no more groups can be taken, a request that must free
-blocks is preempted as a whole.
+requests; the contents of a group are saved first. Without sharing, or if no more groups can be taken, a request that
+must free blocks is preempted as a whole.
 """
 
 import dataclasses
@@ -266,7 +266,7 @@ class BrosPolicy:
     def _real_time(
         self, view: SchedulerView, asked: Candidates, best_effort: Candidates, limit_s: float
     ) -> tuple[Candidates, Rows, bool]:
-        """Return the real-time part of the step, the requests preempted for it, and whether time cut it short."""
+        """Return the real-time part of the step, the rows to preempt for it, and whether time cut it short."""
         table = view.table
         need, holds = asked.need, asked.holds
         theirs = best_effort.rows[best_effort.holds]
@@ -306,7 +306,8 @@ class BrosPolicy:
         victims: Rows,
         limit_s: float,
     ) -> tuple[Candidates, Rows, bool]:
-        """Return the step with best-effort requests added, further preempted rows, and whether time cut it short."""
+        """Return the step with best-effort requests added, the additional rows to preempt, and whether time cut the
+        step short."""
         table = view.table
         preempted = victims
         if victims.size:
@@ -388,7 +389,8 @@ class BrosPolicy:
         does not fit, it may get a chunk that fits; later prompts are left out, but later decodes that fit are not.
 
         Returns:
-            The step, whether a candidate was left out for lack of time, and whether a prompt was shortened.
+            The step, whether a candidate was left out or shortened for lack of time, and whether a prompt was
+            shortened.
         """
         if not asked.rows.size or self._goes(view, asked, limit_s):
             return asked, False, False
@@ -467,7 +469,7 @@ def _first(view: SchedulerView, asked: Candidates, overdue: Rows) -> Candidates:
 def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Rows, int]:
     """Choose the groups that a step's real-time requests take from best-effort requests if `short` blocks are missing.
 
-    Overdue requests, which are the best-effort requests in the step, neither take nor lose groups.
+    Overdue requests, the only best-effort requests in the step, neither take nor lose groups.
 
     Returns:
         The rows that lose groups, one entry per group, and the number of blocks that are still missing.

@@ -118,8 +118,7 @@ def _needed(own: SchedulerView, plan: Plan, others: Rows) -> Rows:
 
 
 def _fitting(view: SchedulerView, plan: Plan) -> Plan:
-    """Return the plan up to the first row that lacks blocks, because a policy may assume that the whole pool is
-    free."""
+    """Return the plan up to the first row that lacks blocks; a policy may have assumed that the whole pool is free."""
     have = view.free_blocks + int(view.table.num_blocks.take(plan.preempt).sum())
     fits = np.cumsum(_blocks_needed(view, plan)) <= have
     if fits.all():

@@ -14,7 +14,7 @@ _EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "comp
 
 
 class BatchDescription:
-    """The files and batches of the OpenAPI document; a `serve.http_api.app_config.Description`."""
+    """The part of the OpenAPI document for files and batches; a `serve.http_api.app_config.Description`."""
 
     def __init__(self, config: BatchConfig) -> None:
         self._config = config

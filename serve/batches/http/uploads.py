@@ -1,6 +1,6 @@
 """Uploads of files as ``multipart/form-data``, written to disk as they arrive.
 
-Memory use is limited to one piece read from the connection and one write. There are also limits on the size of the
+An upload holds at most one received piece and one write buffer in memory. There are also limits on the size of the
 file, of each other field and of the whole form, on the number of fields and on the time.
 """
 
@@ -40,7 +40,7 @@ class Form:
 
 
 async def read_form(request: Request, directory: Path, config: BatchConfig, timeout_s: float) -> Form:
-    """Read a form with a field `file` and write its content to a new file in `directory`; the caller removes the file.
+    """Read a form and write its field `file` to a new file in `directory`, which the caller must move or remove.
 
     Args:
         request: the HTTP request.

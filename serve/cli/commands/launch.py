@@ -97,7 +97,7 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
 
 
 def _serve_command(argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """Return the command line of `apt-jax serve`: its flags from `argv`, then `flags`.
+    """Return the command line of `apt-jax serve`: its flags from `argv` except ``--api-key``, then `flags`.
 
     Args:
         argv: flags of `apt-jax launch`.

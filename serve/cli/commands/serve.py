@@ -262,7 +262,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
     a model.
 
     Raises:
-        ConfigError: one line that names the flag.
+        ConfigError: a flag is invalid; the message is one line that names it.
     """
     _check_uds(args)
     for flag, port in (("--grpc-port", args.grpc_port), ("--port", args.http_port)):
@@ -448,7 +448,8 @@ def _tls(args: argparse.Namespace) -> Tls | None:
 
 
 def _reload(args: argparse.Namespace, keys: ApiKeys | None, tls: Tls | None) -> None:
-    """Reload the API keys and the certificate; if a file is invalid, its old contents stay in use."""
+    """Reload the API keys, then the certificate. If a file is invalid, its old contents stay in use, and the remaining
+    files are not reloaded."""
     try:
         if keys is not None:
             keys.replace(ApiKeys.load(args.api_key_file, args.operator_key_file, args.api_key))

@@ -97,7 +97,7 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Reject arguments that would be ignored or used twice, and a PNG path that cannot be written."""
+    """Reject arguments that contradict each other or are repeated, and a plot that could not be written."""
     ways = {"--rate": args.rate, "--rates": args.rates, "--find-rate": args.find_rate}
     given = [flag for flag, value in ways.items() if value is not None]
     if len(given) > 1:

@@ -59,7 +59,8 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
         parallel: False allows at most one call; None means True.
 
     Raises:
-        InvalidRequestError: a value is invalid; `.field` is in ``tools``, ``tool_choice`` or ``parallel_tool_calls``.
+        InvalidRequestError: a value is invalid; `.field` begins with ``tools``, ``tool_choice`` or
+            ``parallel_tool_calls``.
     """
     custom: list[bool] = []
     if isinstance(tools, list) and len(tools) <= MAX_TOOLS:

@@ -9,7 +9,7 @@ from serve.http_api.tool_calls.events import CallArguments, CallStart, OutputEve
 
 
 class DistinctCalls:
-    """A parser that drops calls that repeat an earlier call, or that are cut off while they may still repeat it.
+    """A parser that drops calls that equal an earlier call, or that are cut off while they might still equal one.
 
     Args:
         parser: parser of the output; it must return the arguments of a call before the next call starts.

@@ -42,9 +42,12 @@ OutputEvent = ContentText | ReasoningText | CallStart | CallArguments
 
 
 class OutputParser(Protocol):
-    """Parses the text of one output. How the text is divided into pieces affects only how consecutive events of the
-    same kind are divided. The events contain all text, except for the marks of calls and reasoning and the whitespace
-    around these marks."""
+    """Parses the text of one output.
+
+    The events contain all text, except the marks of calls and reasoning, whitespace around these marks, and calls that
+    are dropped because they are repeated or cut off. How the text is split into pieces affects only how consecutive
+    events of the same kind are split.
+    """
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
         """Process the next piece of text, and return its events.

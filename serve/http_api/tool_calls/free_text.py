@@ -12,7 +12,7 @@ from serve.http_api.tool_calls.json_text import JsonEnd, ParsedCall
 MAX_CALL_CHARS = 2**16
 """Maximum length of the text of a call in characters; longer text is content."""
 MAX_FAILED = 64
-"""Number of marks without a valid call after which all further text is content."""
+"""Maximum number of marks without a valid call; beyond it, all further text is content."""
 MAX_SPACE_CHARS = 64
 """Maximum number of whitespace characters that are dropped between a call and content; the rest is content."""
 _NAME = re.compile(NAME_PATTERN)
@@ -63,7 +63,7 @@ class CallsInText(abc.ABC):
         self._text = ""
         """Text that has not been returned in events yet."""
         self._call_at: int | None = None
-        """Offset in `_text` of a possible call, after whitespace only; None if there is none."""
+        """Offset in `_text` of a possible call, which only whitespace precedes; None if no call is being parsed."""
         self._is_over = False
         """True if all further text is content."""
         self._num_calls = self._num_failed = 0

@@ -71,8 +71,8 @@ def calls_in(text: str) -> list[ParsedCall] | None:
     """Return the tool calls in JSON text.
 
     Returns:
-        The calls of an object with `name` and `arguments` or `parameters`, or of an array of such objects; None for any
-        other text.
+        The call of an object with `name` and, unless they are empty, `arguments` or `parameters`; all calls of an array
+        of such objects; None for any other text.
     """
     try:
         pieces = _items(text) if text.startswith("[") else [text]

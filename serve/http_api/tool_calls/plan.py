@@ -61,7 +61,8 @@ def plan_output(
         prompt_token_ids: token ids of the prompt, which includes the definitions of the tools.
         asked: the constraint of the body. If a call is required, `response_format` has no effect, because it constrains
             content and the output then has no content.
-        continues: whether the output continues the last message, which then has no further reasoning.
+        continues: whether the output continues the last message. It then has no reasoning, unless the message ends with
+            ``<think>``.
 
     Raises:
         InvalidRequestError: the constraint is malformed, or cannot be combined with the tools or with reasoning.

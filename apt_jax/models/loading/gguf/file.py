@@ -3,10 +3,10 @@ before it is used.
 
     header      magic "GGUF", version, number of tensors, number of metadata entries
     metadata    key, type, value; arrays and strings carry their lengths
-    tensors     name, sizes (fastest first), quantisation type, offset into the data
+    tensors     name, sizes (fastest first), quantization type, offset into the data
     data        aligned blocks
 
-The `gguf` library defines the quantisation types and dequantizes blocks. Its reader is not used: it trusts every count
+The `gguf` library defines the quantization types and dequantizes blocks. Its reader is not used: it trusts every count
 in the file, and it maps the file into memory, where truncating the file during a read kills the process.
 """
 
@@ -126,7 +126,7 @@ class GgufFile:
 
     Attributes:
         path: path of the file.
-        metadata: values by key: numbers, strings, lists of strings, NumPy arrays.
+        metadata: metadata values (numbers, strings, lists of strings, NumPy arrays), keyed by name.
         tensors: metadata of each tensor by its name in the file; shapes have the slowest axis first, and `dtype` is the
             quantization, such as ``Q4_K``.
 

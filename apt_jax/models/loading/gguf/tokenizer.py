@@ -85,8 +85,8 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
     "viking": (_BLOOM, _DIGITS),
 }  # fmt: skip
-"""Regular expressions of the published tokenizer for each rule, by the rule's name; each splits the pieces that the
-previous expression leaves."""
+"""Steps that split text under each rule, as in the published tokenizers, keyed by rule name: regular expressions,
+`_GPT2` or `_DIGITS`. Each step splits the pieces left by the previous step."""
 _IGNORE_MERGES = (
     "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken", "minicpm5",
 )  # fmt: skip
@@ -284,7 +284,7 @@ def _add_template(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos_de
 
 
 def gguf_chat_templates(file: GgufFile) -> dict[str, str]:
-    """Return the chat templates in the metadata by name; the unnamed template, if present, is called `default`.
+    """Return the chat templates in the metadata, keyed by name; the unnamed template, if present, is called `default`.
 
     Raises:
         ModelLoadError: a template is not a string.
@@ -301,7 +301,8 @@ def gguf_chat_templates(file: GgufFile) -> dict[str, str]:
 
 
 def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
-    """Return the special tokens by name (``bos_token``, ``eos_token`` and so on), as in tokenizer_config.json."""
+    """Return the special tokens, keyed by their names in tokenizer_config.json (``bos_token``, ``eos_token`` and so
+    on)."""
     vocabulary = _Vocabulary(file)
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {f"{short}_token": vocabulary.special(name) for name, short in names.items()}
@@ -309,7 +310,7 @@ def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
 
 
 def gguf_tokenizer_files(file: GgufFile) -> dict[str, str]:
-    """Return the contents of a model directory's tokenizer files, by file name."""
+    """Return the contents of the tokenizer files that a model directory needs, keyed by file name."""
     config: dict[str, Any] = dict(gguf_special_tokens(file))
     templates = gguf_chat_templates(file)
     if list(templates) == ["default"]:
