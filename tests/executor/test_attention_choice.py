@@ -135,7 +135,7 @@ def test_cards_and_heads_without_tiles_are_refused_in_one_line() -> None:
     check_attention(config, gpu("8.9"), lambda: model("opt-13b"))
     with pytest.raises(ConfigError, match=r"Tesla X: .* 7\.5 is too old .*--attention-backend xla"):
         check_attention(config, gpu("7.5"), lambda: model("opt-13b"))
-    with pytest.raises(ConfigError, match=r"heads of 512 lanes .* 256 .* 99 KiB .*--attention-backend xla"):
+    with pytest.raises(ConfigError, match=r"heads of 512 lanes .* 256, .* 99 KiB .*--attention-backend xla"):
         check_attention(config, gpu("8.9"), lambda: wide)
     by_xla = dataclasses.replace(config, attention_backend="xla")
     check_attention(by_xla, gpu("7.5"), lambda: wide)

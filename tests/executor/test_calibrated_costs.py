@@ -156,7 +156,7 @@ def test_the_cheapest_program_that_holds_a_step_is_taken() -> None:
     for change, message in (
         ({"by_kind": False}, "by_kind is False"),
         ({"prefix_sizes": ((2048, 8192),)}, "holds every step"),
-        ({"prefix_sizes": ((100, 8192), (2048, None))}, "tokens of prefill_buckets"),
+        ({"prefix_sizes": ((100, 8192), (2048, None))}, "sizes from prefill_buckets"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(shapes, **change)

@@ -256,7 +256,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path, monkeypatch, f
 
 def test_factors_that_no_scaling_gives_are_refused(tmp_path):
     factors = np.array([3.0, 2.0], np.float32)
-    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight.*not known"):
+    with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight.*unknown scaling"):
         _fields(tmp_path, extra=lambda w: w.add_tensor("rope_freqs.weight", factors))
 
 

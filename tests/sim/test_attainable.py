@@ -135,13 +135,13 @@ def test_the_strict_bound_falls_with_load_and_the_other_does_not_where_requests_
 
 
 @pytest.mark.parametrize("policy", ["vllm-v1", "apt", "apt-plus", "apt-plus?forgiven_gaps=0"])
-def test_no_policy_attains_more_strictly_under_long_overload(policy):
+def test_no_policy_attains_more_strictly_under_overload(policy):
     config = SimulationConfig(
-        trace="sharegpt", rate=25.0, num_requests=1200, policy=policy, slo=SLO(ttft_s=1.0, tbt_s=0.1), cache="hybrid"
+        trace="sharegpt", rate=100.0, num_requests=600, policy=policy, slo=SLO(ttft_s=1.0, tbt_s=0.05), cache="hybrid"
     )  # fmt: skip
     result = simulate(config)
     assert result.strict_attainment_bound is not None
-    assert result.summary.strict_attainment <= result.strict_attainment_bound < 0.9
+    assert result.summary.strict_attainment <= result.strict_attainment_bound < 0.97
     assert result.slo_attainment_bound is not None
     assert result.slo_attainment <= result.slo_attainment_bound
 

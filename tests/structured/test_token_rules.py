@@ -61,7 +61,7 @@ def test_it_takes_away_from_what_another_constraint_allows():
     assert not constraint.ended
     constraint.accept(2)
     row = np.zeros(3, np.int32)
-    with pytest.raises(NoTokenLeftError, match="allowed_token_ids: leaves no token"):
+    with pytest.raises(NoTokenLeftError, match="allowed_token_ids: allows no token"):
         constraint.fill_mask(row)  # the other one wants 1 or 40
 
 

@@ -190,7 +190,7 @@ def test_R2_prompt_and_output_together_are_bounded_and_the_message_says_by_how_m
     limits = dataclasses.replace(LIMITS, max_pool_tokens=None)
     message = refused("max_tokens", prompt="x" * 50, limits=limits, params=SamplingParams(max_tokens=16))
     assert "by 3" in message
-    assert "13 at most" in message
+    assert "can be at most 13" in message
     assert build("x" * 50, limits=limits, params=SamplingParams(max_tokens=13))
     refused("prompt", prompt="x" * 63, limits=limits, params=SamplingParams(max_tokens=1))
     assert "64 prompt tokens" in refused("prompt_token_ids", prompt=None, prompt_token_ids=[1] * 64, limits=limits)

@@ -449,7 +449,7 @@ def test_a_start_of_another_problem_is_refused():
 
 def test_a_policy_that_breaks_a_rule_is_refused():
     problem = problem_of((9, 3), (9, 3), capacity=40)
-    with pytest.raises(ValueError, match="piece"):
+    with pytest.raises(ValueError, match="split into chunks"):
         policy_schedule(problem, UnifiedPolicy("pieces", prefill_tokens=12))
 
 

@@ -106,7 +106,7 @@ def test_json_goes_to_stdout_alone(requests, capsys):
         (
             "prompt_tokens,output_tokens,arrival_s\n3,1,2\n3,1,1\n",
             [],
-            "line 3: arrival_s=1 is before 2",
+            "line 3: arrival_s=1 is before the previous request's 2",
         ),
         (
             LENGTHS,

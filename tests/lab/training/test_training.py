@@ -97,6 +97,6 @@ def test_layers_that_are_computed_again_have_the_same_gradient():
 
 @pytest.mark.parametrize("tokens", [np.zeros(4, np.int32), np.zeros((1, 4), np.float32)])
 def test_other_tokens_are_refused_with_what_they_are(tokens):
-    with pytest.raises(ValueError, match=r"integers \(sequences, tokens\), not "):
+    with pytest.raises(ValueError, match=r"an integer array of shape \(sequences, tokens\), not "):
         # Without the checks of types, which only tests have.
         inspect.unwrap(training_logits)(weights(CONFIGS["opt"]), tokens, CONFIGS["opt"])

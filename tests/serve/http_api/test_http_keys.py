@@ -193,7 +193,7 @@ def test_P17_Q3_keys_share_neither_queue_nor_cached_prefixes():
         # One runs; of 18 places the key gets those that leave it an eighth as many free.
         await served.until(lambda: sum(t.done() for t in flood) == 24 - 1 - 16)
         errors: list[Any] = [t.exception() for t in flood if t.done()]
-        assert all(e.status_code == 429 and "its share" in str(e) for e in errors)
+        assert all(e.status_code == 429 and "full share" in str(e) for e in errors)
         assert all(float(e.response.headers["retry-after"]) > 0 for e in errors)
         others = asyncio.create_task(ask(second, "b"))
         asked = served.grpc_server.port
@@ -201,7 +201,7 @@ def test_P17_Q3_keys_share_neither_queue_nor_cached_prefixes():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await drained(third.generate("hello", max_tokens=2))
         assert caught.value.code() is Code.RESOURCE_EXHAUSTED
-        assert "its share" in str(caught.value.details())
+        assert "full share" in str(caught.value.details())
         await third.close()
         for task in flood:
             task.cancel()

@@ -403,8 +403,8 @@ def test_a_replica_that_refuses_its_flags_ends_all(tmp_path):
 def test_a_replica_that_ends_too_often_ends_all(tmp_path):
     with Launch(tmp_path, TOY, *ANY_PORT, "--max-restarts=2", TOY_FAILS="3 out of luck") as fleet:
         assert fleet.wait() == 1
-        assert "restarted in 1 s" in fleet.err
-        assert "restarted in 2 s" in fleet.err
+        assert "restarting it in 1 s" in fleet.err
+        assert "restarting it in 2 s" in fleet.err
         assert fleet.err.splitlines()[-1] == (
             "apt-jax launch: replica 0 exited with code 3, 3 times in a row (--max-restarts 2); last log line: out of luck"
         )
@@ -413,7 +413,7 @@ def test_a_replica_that_ends_too_often_ends_all(tmp_path):
 @pytest.mark.in_turn(4, group="launched servers")
 def test_a_signal_while_a_replica_is_away_ends_all_cleanly(tmp_path):
     with Launch(tmp_path, TOY, *ANY_PORT, "--max-restarts=9", TOY_FAILS="3 out of luck") as fleet:
-        until(lambda: "restarted in 2 s" in fleet.err)
+        until(lambda: "restarting it in 2 s" in fleet.err)
         fleet.process.terminate()
         assert fleet.wait() == 0
         assert fleet.out.splitlines()[-1] == "stopped"
@@ -656,5 +656,5 @@ def test_a_part_of_a_replica_is_started_on_each_host():
     assert follower.gateway is None
     again = planned(*hosts, "--node-rank", "1", "--headless", env=env)
     assert again.replicas[0].command.count("--headless") == 1
-    with pytest.raises(ConfigError, match="with --nnodes there is one replica"):
+    with pytest.raises(ConfigError, match="with --nnodes there is only one replica"):
         planned(*hosts, "--node-rank", "0", "--replicas", "2", env=env)

@@ -201,7 +201,7 @@ REFUSALS = [
     ({"messages": [*HELLO, {"role": "assistant", "content": [{"type": "image"}]}]}, "messages[1].content[0]: images are"),
     ({"system": 5}, "system: a number is neither"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: the tool 'web_search_20250305' is not"),
-    ({"tools": [{"name": "f"}]}, "tools[0]: must have a name and an input_schema"),
+    ({"tools": [{"name": "f"}]}, "tools[0]: must have a name, and an input_schema"),
     ({"tool_choice": "any"}, "tool_choice: must be"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice: names no tool"),
     ({"thinking": {"type": "deep"}}, "thinking: type 'deep' must be one of"),

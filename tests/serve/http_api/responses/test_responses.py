@@ -236,7 +236,7 @@ def test_what_the_body_says_comes_back_and_nothing_is_stored():
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "no schema"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "'grammar'"),
         ({"include": ["everything"]}, "include", "'everything'"),
-        ({"metadata": {"a": 5}}, "metadata", "texts"),
+        ({"metadata": {"a": 5}}, "metadata", "strings"),
         ({"truncation": "middle"}, "truncation", "'middle'"),
         ({"model": "gpt"}, "model", "'gpt'"),
         ({"input": "x" * 4000}, "input", ""),
