@@ -8,7 +8,7 @@ ASSETS = Path(__file__).parent
 
 
 def sonnet_prompts(num_prompts: int, seed: int = 0, longest_lines: int = 12) -> list[str]:
-    """Passages of one to `longest_lines` consecutive lines of the bundled sonnets; the same ones for the same seed."""
+    """Return random passages of 1 to `longest_lines` consecutive lines of the bundled sonnets; equal for equal seeds."""
     lines = (ASSETS / "prompts" / "sonnets.txt").read_text(encoding="utf-8").splitlines()
     rng = np.random.default_rng(seed)
     prompts = []

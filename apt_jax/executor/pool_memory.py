@@ -135,7 +135,7 @@ class PoolMemory:
         )
 
     def placed(self, spec: P) -> Any:
-        """Return the device, or the sharding over all devices of the mesh."""
+        """Return where to place an array: the device without a mesh, otherwise the sharding over the mesh given by `spec`."""
         return self._device if self._mesh is None else NamedSharding(self._mesh, spec)
 
     def described(self, shape: tuple[int, ...], dtype: Any, spec: P | None = None) -> jax.ShapeDtypeStruct:

@@ -154,11 +154,14 @@ class StartStages:
 
 
 def planned(config: EngineConfig, *, calibration_s: float) -> StartStages:
-    """Return the stages of a start, with times from the last start of this configuration, or else of any other.
+    """Return the planned stages of a start.
+
+    Their expected durations are those of the last start with this configuration or, if none is stored, of the last
+    start with any configuration.
 
     Args:
         config: configuration of the engine.
-        calibration_s: seconds of the calibration before the engine serves; 0: no calibration.
+        calibration_s: expected duration, in seconds, of the calibration before the engine serves; 0: no calibration.
     """
     expected_s = _kept(_path(config))
     names = [LOADING, *([KERNELS] if build.is_compiling() else []), LAYOUT, PREPARING]

@@ -216,7 +216,8 @@ class _Rewriter:
                     self._one_of(node)
 
     def _nodes(self) -> list[tuple[Node, "_Place"]]:
-        """Return every schema that is an object, with its location: values of keywords and targets of references."""
+        """Return the root schema, all subschemas and all targets of `$ref`, each with its location; boolean schemas are
+        left out."""
         found: dict[int, tuple[Node, _Place]] = {}
         referred: list[tuple[Any, _Place]] = []
         stack: list[tuple[Any, _Place]] = [(self._root, None)]

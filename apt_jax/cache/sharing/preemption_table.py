@@ -94,8 +94,8 @@ class PreemptionTable:
         return checkpoint is not None and checkpoint.step == self._step
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return, for each request, the number of its blocks that have slots in host memory, (n,): M^cpu of BROS, Table
-        1."""
+        """Return (n,): for the request in each cache slot, the number of its blocks with checkpointed positions in host
+        memory (M^cpu of BROS, Table 1)."""
         blocks = np.zeros(self._grows_down.size, np.int32)
         for slot, table in self.of_slot.items():
             blocks[slot] = len(table) * self._cache.blocks_per_group[self._cache.kind[slot]]

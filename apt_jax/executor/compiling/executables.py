@@ -220,7 +220,11 @@ def device_facts(devices: Sequence[Any]) -> list[str]:
 
 
 def kernel_facts(ops_name: str) -> list[str]:
-    """Return the inputs of compilation that depend on the CPU kernels, which must have been loaded."""
+    """Return strings that identify the CPU kernels among the facts that compiled programs depend on.
+
+    They are the file name of the kernel library and its instruction sets; none unless `ops_name` is "cpu" and a C++
+    compiler is found. The kernels must be loaded already.
+    """
     command = compiler.find_compiler()
     return [] if ops_name != "cpu" or command is None else [compiler.library_name(command), build.instructions()]
 

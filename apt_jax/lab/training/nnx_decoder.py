@@ -46,7 +46,7 @@ class Layer(_Part):
 class Decoder(_Part):
     """A model of any family: its parameters, under the names of `ModelParams`, and its forward pass for training.
 
-    Calling it computes `training_logits`: the engine's scores, in the engine's precision.
+    Calling it returns `training_logits`: the next-token logits, rounded as in the engine.
 
     Args:
         params, config, dtype, remat: see `to_nnx`.

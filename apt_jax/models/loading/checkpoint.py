@@ -102,7 +102,7 @@ class Checkpoint(Protocol):
 
 
 def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Return the result of `Checkpoint.read`, joined from `chunks` by `arrange`."""
+    """Implement `Checkpoint.read`: concatenate the pieces from `Checkpoint.chunks`, then shape them with `arrange`."""
     values, done = np.empty(0, np.float32), 0
     for chunk in checkpoint.chunks(name):
         if not done:

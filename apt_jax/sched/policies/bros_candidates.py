@@ -1,4 +1,4 @@
-"""Requests that `bros` may put into a step: their work, order and time (BROS §4)."""
+"""Requests that `bros` may put into a step: their work, priority order, slack, and predicted step times (BROS §4)."""
 
 import dataclasses
 

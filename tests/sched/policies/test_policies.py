@@ -214,7 +214,8 @@ def test_policies_by_name():
 
 def test_the_documents_list_every_policy_as_the_command_does():
     """The first table has the policies to serve with, the last one all others."""
-    text = (Path(__file__).parents[3] / "docs" / "policies.md").read_text()
+    docs = Path(__file__).parents[3] / "docs"
+    text = "".join((docs / folder / "policies.md").read_text() for folder in ("", "lab"))
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     tables = text.split("| name | source | in one line |\n|---|---|---|\n")[1:]
     rows = [[line.strip("| ").split(" | ") for line in t.split("\n\n")[0].splitlines()] for t in tables]
