@@ -1,17 +1,17 @@
 """Absorbed decode attention in one pass over cached layer inputs, as a CUDA kernel for chips with clusters (contract:
 `reference.decode_absorbed`; source: `cuda/decode_absorbed.cu`).
 
-The PTX for sm_90 is checked in (`cuda/decode_absorbed.ptx.xz`; `python -m tools.cuda_kernels` compiles it after a change
-of the source), so the machine that runs the kernel needs no CUDA compiler. XLA passes the PTX from a custom call to the driver,
-and the launch is part of a step's CUDA graph like those of Triton kernels. The PTX for float16 and bfloat16 differs
-only in the names of two instructions.
+The PTX for sm_90 is checked in (`cuda/decode_absorbed.ptx.xz`; `python -m tools.cuda_kernels` compiles it after a
+change of the source), so the machine that runs the kernel needs no CUDA compiler. XLA passes the PTX from a custom call
+to the driver, and the launch is part of a step's CUDA graph like those of Triton kernels. The PTX for float16 and
+bfloat16 differs only in the names of two instructions.
 
 A `Variant` holds the sizes that are compile-time constants: the numbers of blocks, warps, feature lanes, heads,
-positions per tile and pipeline stages. All other sizes are run-time arguments, so a few variants serve most widths up to 9,216 (`plan_for`) and any number of heads: heads are
-split into groups of equal size, which read the same layer inputs from the L2 cache. The visible tiles of all rows are
-cut into ranges of about equal length, as many as there are clusters that can run at once for a group of heads
-(`ranges_of`), and `triton_work_list.join_pieces`
-joins rows that lie in several ranges.
+positions per tile and pipeline stages. All other sizes are run-time arguments, so a few variants serve most widths up
+to 9,216 (`plan_for`) and any number of heads: heads are split into groups of equal size, which read the same layer
+inputs from the L2 cache. The visible tiles of all rows are cut into ranges of about equal length, as many as there are
+clusters that can run at once for a group of heads (`ranges_of`), and `triton_work_list.join_pieces` joins rows that lie
+in several ranges.
 
 The kernel also computes attention over latents, whose first lanes are the values: `decode_absorbed(...,
 value_width=512)` for latents of 576 lanes.
