@@ -3,6 +3,7 @@
     python -m benchmarks.scheduling.apt_plus rates     effective throughput at 90 % attainment, ratios to the better `apt` on the same seeds
     python -m benchmarks.scheduling.apt_plus long      the same with ten minutes of arrivals, beside every reading of Apt-Serve
     python -m benchmarks.scheduling.apt_plus cells     attainment, tokens/s, TTFT p99 and recomputed tokens: every trace, CV 1, 5 and 10, two loads
+    python -m benchmarks.scheduling.apt_plus strict    the share of requests with every gap in time
     python -m benchmarks.scheduling.apt_plus parts     one rule at a time left out or changed
 
 Simulated OPT-13B on one A100 of 40 GB (Llama-2-7B on one of 80 GB for traces beyond OPT's 2,048 tokens). `apt` is the
@@ -264,6 +265,35 @@ def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
         print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()})
 
 
+STRICT: dict[str, dict[str, Any]] = {
+    APT_KV: SYSTEMS[APT_KV],
+    "apt-plus, KV": {**SYSTEMS[APT_KV], "policy": "apt-plus"},
+    "apt-plus, KV, forgiven_gaps=0": {**SYSTEMS[APT_KV], "policy": "apt-plus?forgiven_gaps=0"},
+    PLUS: SYSTEMS[PLUS],
+    "apt-plus, forgiven_gaps=0": {"policy": "apt-plus?forgiven_gaps=0", **ABSORB},
+}
+
+
+def strict(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
+    """Share of requests with every gap in time, under load: paired differences to `apt` on keys and values."""
+    shapes = [(trace, cv, rate) for trace in traces for cv in cvs for rate in TRACES[trace][3]]
+    found = _measured(runs, "strict", shapes, STRICT)
+    table = []
+    for shape in shapes:
+        base = [100 * r["strict"] for r in found[*shape, APT_KV]]
+        for name in STRICT:
+            of = found[*shape, name]
+            gain, half = paired([100 * r["strict"] for r in of], base)
+            table.append(
+                {"trace": shape[0], "cv": shape[1], "rate": shape[2], "system": name, "strict_percent": mean([100 * r["strict"] for r in of]),
+                 "gain": gain, "half_width": half, "slo_percent": mean([100 * r["slo"] for r in of]),
+                 **{k: mean([r[k] for r in of]) for k in COSTS}, "seeds": len(of), "requests": runs.num_requests}
+            )  # fmt: skip
+    write_csv(runs.out / "strict.csv", table)
+    for row in table:
+        print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()})
+
+
 def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
     """Rules left out, on the tuning seeds."""
     runs = dataclasses.replace(runs, seeds=tuple(FIRST_TUNING_SEED + s for s in runs.seeds))
@@ -328,6 +358,7 @@ COMMANDS = {
     "rates": (rates, 500, 10, TUNED),
     "long": (long, 0, 6, ("sharegpt", "longbench", "humaneval", "wikitext", "bros-sharegpt", "bros-lmsys")),
     "cells": (cells, 500, 5, tuple(TRACES)),
+    "strict": (strict, 500, 6, tuple(TRACES)),
     "parts": (parts, 500, 5, TUNED),
     "picture": (picture, 300, 5, TUNED),
 }

@@ -51,6 +51,10 @@ LEFTOVER_TOKENS = 64
 """Like `RESERVE_TOKENS`, but for the admission of requests that can no longer attain their SLOs and would be paused
 first."""
 
+_MOST_GIVEN_UP = 8
+"""Maximum number of running requests that a step gives up so that more waiting requests are on time (`forgiven_gaps` =
+0)."""
+
 
 class AptPlusPolicy:
     """Decodes all running requests in every step, together with prompts, and gives memory to requests that can still
@@ -82,8 +86,9 @@ class AptPlusPolicy:
         violation_decay: factor on the value of late waiting requests (Apt-Serve §6.6); 0: they only get leftover
             memory.
         forgiven_gaps: number of late gaps that a request may have and still attain its objectives, if its 99th
-            percentile allows as many. None: as many as the percentile allows. 0: every gap counts, so only requests
-            that have missed an objective are paused for others.
+            percentile allows as many. None: as many as the percentile allows. 0: every gap counts, so requests that have
+            missed an objective are paused for others. A request that has missed none is given up, the largest first, if
+            at least two more waiting requests can then start in time; it makes way again from then on.
         two_classes: whether best-effort requests follow rule 5. False: they are treated like real-time requests.
         gap_s: see `GAP_S`.
         urgent_s: see `URGENT_S`.
@@ -174,10 +179,14 @@ class AptPlusPolicy:
         """Return indices into `decoding` in the order of pausing, and the (n,) mask of rows that may pause freely.
 
         A row may pause freely if its pause costs no attainment. With two classes, best-effort rows come first, then
-        other rows that may pause freely, then the rest; within each group the latest arrivals come first.
+        other rows that may pause freely, then the rest; within each group the latest arrivals come first. If every gap
+        counts, the rest is ordered by size, the largest first.
         """
         is_free, low = self.may_wait(view, decoding), self._best_effort(view, decoding)
-        return np.lexsort((-np.arange(decoding.size), ~is_free, ~low)), is_free
+        last = -np.arange(decoding.size)
+        if self.forgiven_gaps == 0:
+            last = np.where(is_free, last, -view.table.num_blocks.take(decoding))
+        return np.lexsort((last, ~is_free, ~low)), is_free
 
     def _best_effort(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
         """Return the (n,) mask of best-effort rows; all False without classes."""
@@ -253,7 +262,9 @@ class AptPlusPolicy:
         enough = np.where(wanted > 0, np.searchsorted(freed, wanted) + 1, 0)
         cost_s = np.cumsum(table.num_cached[decoding][order]) * per_token_s
         num_cheap = int(np.searchsorted(cost_s, self._allowance_s, side="right"))
-        served = int(np.searchsorted(enough, min(int(np.count_nonzero(is_free)), num_cheap), side="right"))
+        may_pause = np.count_nonzero(is_free) + np.arange(_MOST_GIVEN_UP if self.forgiven_gaps == 0 else 1)
+        num_served = np.searchsorted(enough, np.minimum(may_pause, num_cheap), side="right")
+        served = int(num_served[(num_served - np.arange(num_served.size)).argmax()])
         if served:
             num_out = max(num_out, int(enough[served - 1]))
         # Best-effort requests, which come first in `order`, are also paused if slots are lacking.

@@ -234,6 +234,21 @@ def test_a_request_pauses_for_an_urgent_one_only_where_that_costs_no_attainment(
     assert preempted(201, 0.9, 1, forgiven_gaps=1) == []
 
 
+def test_where_every_gap_counts_the_largest_is_given_up_only_for_two_or_more():
+    def preempted(num_waiting: int, **options: int) -> list[int]:
+        w = urgent_world(101)
+        for _ in range(num_waiting - 1):
+            pending(w, w.add(20, 30, ttft_s=1.0), 0.9)
+        return w.schedule(AptPlusPolicy(**options)).preempt.tolist()
+
+    assert preempted(1, forgiven_gaps=0) == []  # one missed for one in time: nothing gained
+    assert preempted(2, forgiven_gaps=0) == [0]
+    assert preempted(2, forgiven_gaps=1) == [0]  # its one late gap is forgiven
+    small = urgent_world(50)
+    pending(small, small.add(20, 30, ttft_s=1.0), 0.9)
+    assert small.schedule(AptPlusPolicy()).preempt.tolist() == []  # P99 forgives it none, and it is not given up
+
+
 def test_the_latest_of_those_that_may_wait_pauses_first():
     w = urgent_world(101)
     w.table.num_outputs[1] = 101  # it may wait as well, came later, and makes room enough
