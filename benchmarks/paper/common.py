@@ -170,6 +170,8 @@ class Runs:
     store: Store
     host_s: float = 0.0
     """Host time of every step, not overlapped with the device."""
+    cells: tuple[Any, ...] = ()
+    """The only cells of a table to run; empty: all."""
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "Runs":
@@ -184,6 +186,7 @@ class Runs:
             out=args.out,
             store=Store(store),
             host_s=args.host_ms / 1e3,
+            cells=tuple(getattr(args, "cells", None) or ()),
         )
 
     def map(
@@ -404,6 +407,22 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def merge_csv(path: Path, rows: Sequence[Mapping[str, Any]], key: Sequence[str]) -> None:
+    """Write a table; rows of the file whose `key` columns differ from those of all `rows` stay, behind them."""
+
+    def of(row: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(f"{row[k]:.5g}" if isinstance(row[k], float) else str(row[k]) for k in key)
+
+    old: list[Mapping[str, Any]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            old = list(csv.DictReader(file))
+    new = {of(row) for row in rows}
+    columns = list(dict.fromkeys([*rows[0], *(old[0] if old else ())]))
+    kept = [row for row in old if of(row) not in new]
+    write_csv(path, [{column: row.get(column, "") for column in columns} for row in [*rows, *kept]])
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
