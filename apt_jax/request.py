@@ -100,6 +100,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Maximum number of prompt tokens to keep, counted from the end; earlier tokens are dropped. -1: as many as fit
     together with the output; None: no limit."""
+    n: int = 1
+    """Number of outputs per prompt, with the seeds ``seed``, ``seed + 1`` and so on."""
 
     @property
     def is_greedy(self) -> bool:

@@ -140,10 +140,17 @@ class EngineComponents:
 
     def build_request(self, **fields: Any) -> EngineRequest:
         """Call `apt_jax.validation.build_request` with this engine's limits; the request arrives now unless `arrival_s`
-        is given. A request without a seed gets the next seed from `seeds`."""
-        return self.build_requests(**fields)[0]
+        is given. A request without a seed gets the next seed from `seeds`.
 
-    def build_requests(self, *, n: object = 1, **fields: Any) -> list[EngineRequest]:
+        Raises:
+            InvalidRequestError: a value is not allowed, or `n` is more than 1.
+        """
+        requests = self.build_requests(**fields)
+        if len(requests) > 1:
+            raise InvalidRequestError("n", f"{len(requests)} outputs are {len(requests)} requests (build_requests)")
+        return requests[0]
+
+    def build_requests(self, *, n: object = None, **fields: Any) -> list[EngineRequest]:
         """Like `build_request`, but return one request for each of `n` outputs
         (`apt_jax.validation.build_requests`)."""
         fields.setdefault("arrival_s", self.clock.now_s())

@@ -160,14 +160,15 @@ class LLM:
             use_tqdm: show progress.
 
         Returns:
-            One output per prompt. A request that failed because of its own content has `finish_reason == "error"` and a
-            message in `error`; other requests are not affected.
+            One result per prompt, with `n` outputs and the metrics of the first. A request that failed because of its
+            own content has `finish_reason == "error"` and a message in `error`; other requests are not affected.
 
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; then no request has run.
             EngineDeadError: the engine has stopped.
         """
-        requests = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
+        of_prompts = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
+        requests = [request for group in of_prompts for request in group]
         states = {request: RequestState(request, self.parts.tokenizer) for request in requests}
         waiting = collections.deque(requests)
         engine, assembler = self.parts.engine, self.parts.assembler
@@ -176,7 +177,7 @@ class LLM:
         most_live = scheduler.max_num_queued_reqs + scheduler.max_num_seqs
         try:
             # disable=None: show the bar only if stderr is a terminal.
-            with tqdm(total=num_open, unit="prompt", disable=None if use_tqdm else True) as bar:
+            with tqdm(total=num_open, unit="output", disable=None if use_tqdm else True) as bar:
                 while num_open:
                     while waiting and engine.num_live < most_live:
                         try:
@@ -198,7 +199,7 @@ class LLM:
         finally:
             if num_open and engine.dead_reason is None:
                 self._abort_unfinished(requests)
-        return [states[request].output() for request in requests]
+        return [_joined([states[request].output() for request in group]) for group in of_prompts]
 
     def chat(
         self,
@@ -296,8 +297,8 @@ class LLM:
 
     def _requests(
         self, prompts: Any, sampling_params: Any, slo: Any, slo_class: Any, lora_request: Any
-    ) -> list[EngineRequest]:
-        """Build all requests, so that invalid input is rejected before anything runs."""
+    ) -> list[list[EngineRequest]]:
+        """Build all requests of each prompt, so that invalid input is rejected before anything runs."""
         single = isinstance(prompts, str) or (
             isinstance(prompts, Sequence | np.ndarray)
             and not isinstance(prompts, bytes | bytearray)
@@ -320,7 +321,7 @@ class LLM:
         for number, (prompt, params, objectives, name_of_class, adapter) in enumerate(of_each):
             name = "prompt" if isinstance(prompt, str) or prompt is None else "prompt_token_ids"
             try:
-                request = self.parts.build_request(
+                built = self.parts.build_requests(
                     **{name: prompt},
                     params=params,
                     slo=objectives,
@@ -333,8 +334,18 @@ class LLM:
                     raise
                 message = str(error).removeprefix(f"{error.field}: ")
                 raise InvalidRequestError(error.field, f"{message} (prompts[{number}])") from None
-            requests.append(request)
+            requests.append(built)
         return requests
+
+
+def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Return the outputs of one prompt's requests as one."""
+    return dataclasses.replace(
+        outputs[0],
+        outputs=[dataclasses.replace(one.outputs[0], index=index) for index, one in enumerate(outputs)],
+        finished=all(one.finished for one in outputs),
+        error=next((one.error for one in outputs if one.error is not None), None),
+    )
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:

@@ -134,9 +134,10 @@ def _cache_salt(value: object) -> str:
 
 
 def build_requests(
-    limits: RequestLimits, tokenizer: Encoder | None, *, n: object = 1, **fields: Any
+    limits: RequestLimits, tokenizer: Encoder | None, *, n: object = None, **fields: Any
 ) -> list[EngineRequest]:
-    """Build `n` requests, one for each output of a prompt; see `build_request` for the other arguments.
+    """Build `n` requests, one for each output of a prompt; None: the `n` of the sampling parameters. See
+    `build_request` for the other arguments.
 
     Returns:
         The requests, which differ only in their ids (``ID``, ``ID#1``, ``ID#2``, ...; clients cannot choose ids with
@@ -145,8 +146,11 @@ def build_requests(
     Raises:
         InvalidRequestError, QueueFullError: see `build_request`.
     """
-    count = check_sequences(limits, 1, n)
-    first = dataclasses.replace(build_request(limits, tokenizer, **fields), num_outputs=count)
+    count = None if n is None else check_sequences(limits, 1, n)
+    first = build_request(limits, tokenizer, **fields)
+    if count is None:
+        count = check_sequences(limits, 1, first.params.n)
+    first = dataclasses.replace(first, num_outputs=count)
     check_prompt_logprobs(limits, [(first.prompt_token_ids.size, first.params)] * count)
     seed = first.params.seed
     assert seed is not None

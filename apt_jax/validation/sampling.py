@@ -103,6 +103,7 @@ def checked_sampling_params(
         bad_words=_bad_words(tokenizer, params.bad_words),
         allowed_token_ids=_allowed_token_ids(limits, params.allowed_token_ids),
         truncate_prompt_tokens=_truncation(params.truncate_prompt_tokens),
+        n=_checked("n", params.n),
     )
 
 

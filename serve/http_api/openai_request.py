@@ -57,7 +57,7 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 PLAIN = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs", "pooling")
+    if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs", "pooling", "n")
 )
 
 

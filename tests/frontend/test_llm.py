@@ -115,6 +115,18 @@ def test_the_defaults_are_those_of_sampling_params_and_seeds_differ_by_request()
     assert [only(o).token_ids for o in again] == [only(first).token_ids, only(second).token_ids]
 
 
+def test_several_outputs_of_a_prompt():
+    params = [SamplingParams(n=3, seed=5), SamplingParams(seed=6), {"n": 2, "seed": 7}]
+    results = generate(toy(), ["same", "same", "same"], params)
+    assert [[o.index for o in result.outputs] for result in results] == [[0, 1, 2], [0], [0, 1]]
+    assert all(result.finished and all(o.finish_reason for o in result.outputs) for result in results)
+    singles = generate(toy(), ["same"] * 4, [SamplingParams(seed=seed) for seed in (5, 6, 7, 8)])
+    texts = [only(single).text for single in singles]
+    assert [[o.text for o in result.outputs] for result in results] == [texts[:3], texts[1:2], texts[2:]]
+    with pytest.raises(InvalidRequestError, match=r"^n: 2 outputs are 2 requests"):
+        toy().parts.build_request(prompt="same", params=SamplingParams(n=2))
+
+
 def test_metrics_and_objectives():
     llm = toy(step_s=0.002)
     fast, slow = generate(llm, ["a", "b"], GREEDY, slo=[SLO(ttft_s=30, tbt_s=30), SLO(tbt_s=1e-5)])

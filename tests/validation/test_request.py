@@ -285,6 +285,7 @@ BAD = {
     "allowed_token_ids": [[], [300], [-1], ["2"], [True], [1.0], "12", 5, {2}],
     "truncate_prompt_tokens": [0, -2, 2**31, HUGE, *NOT_INTEGERS],
     "pooling": ["max", "", 1, True],
+    "n": [0, -1, 129, None, HUGE, *NOT_INTEGERS],
 }  # fmt: skip
 
 
@@ -437,7 +438,9 @@ def test_R6_n_outputs_are_n_requests():
     assert [r.params.seed for r in (first, second, third)] == [2**63 - 2, 2**63 - 1, 0]
     assert second.prompt_token_ids is first.prompt_token_ids
     assert [r.params.seed for r in many(n=2, fallback_seed=7)] == [7, 8]
-    for bad in (0, 129, -1, True, "2", 1.0, None, HUGE):
+    for params in ({"n": 2, "seed": 7}, SamplingParams(n=2, seed=7)):
+        assert [(r.params.seed, r.num_outputs) for r in many(params=params)] == [(7, 2), (8, 2)]
+    for bad in (0, 129, -1, True, "2", 1.0, HUGE):
         with pytest.raises(InvalidRequestError, match=r"^n: "):
             many(n=bad)
     refused("request_id", request_id="a#1")  # no client can name one of them
