@@ -20,7 +20,7 @@ CacheMode = Literal["kv", "hidden", "hybrid"]
 HiddenAttention = Literal["auto", "reproject", "absorb"]
 """Algorithm of attention over a hidden cache; `auto` uses `absorb` if it is exact for the model."""
 
-DType = Literal["float32", "bfloat16", "float16", "auto"]
+DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 DEFAULT_MAX_SEQUENCES = 128
 DEFAULT_MAX_STOP_STRINGS = 16
 SloClass = Literal["rt", "be"]
@@ -198,9 +198,9 @@ class EngineConfig:
     """Directory with a tokenizer.json, or a .gguf file (default: the model's)."""
     chat_template: str | None = option(None, metavar="FILE")
     """File with the chat template in Jinja (default: the model's)."""
-    dtype: DType = option("float32")
-    """Data type of weights, activations and cache; auto: float32 on CPUs, else the 16-bit type of the model's files, or
-    bfloat16 if the files have another type."""
+    dtype: DType = option("auto")
+    """Data type of weights, activations and cache; auto: float32 on CPUs, bfloat16 on TPUs, else the 16-bit type of the
+    model's files, or bfloat16 if the files have another type. half is float16, float is float32."""
     load_format: LoadFormat = option("auto")
     """Checkpoint format; dummy: random weights; pt: PyTorch .bin files, opened with weights_only loading."""
     max_model_len: int | None = option(None, metavar="TOKENS", low=2)

@@ -449,6 +449,8 @@ def _from_directory(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _read(path: Path) -> str:
+    if "{{" in str(path) or "{%" in str(path):
+        raise ModelLoadError("the chat template must be a file, not the template itself (--chat-template)")
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_TEMPLATE_BYTES + 1)

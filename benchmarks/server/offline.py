@@ -134,7 +134,7 @@ def _answers(requests: Sequence[LoadRequest]) -> tuple[list[Answer], list[bool]]
         Answer(token_ids=tuple(o.token_ids), text=o.text, finish_reason=o.finish_reason, prompt=_prompt_text(r))
         for r, o in zip(requests, outputs, strict=True)
     ]
-    if _config.dtype != "float32" or _config.quantization is not None:
+    if _llm.parts.config.dtype != "float32" or _config.quantization is not None:
         return answers, [True] * len(answers)
     leads = _compiled_leads(_config)
     certain = [_is_certain(leads, request, a.token_ids) for request, a in zip(requests, answers, strict=True)]

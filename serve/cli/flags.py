@@ -139,6 +139,20 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not an integer") from None
 
 
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+"""Units of numbers of tokens, as in vLLM."""
+
+
+def _tokens(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,15})([kmgKMG])", text)
+    try:
+        return int(found[1]) * _UNITS[found[2]] if found else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} is not an integer, 4k (4000) or 4K (4096); leave the flag out for its default"
+        ) from None
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -301,7 +315,8 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
     elif typing.get_origin(kind) is typing.Literal:
         settings["choices"] = typing.get_args(kind)
     if kind in (int, float):
-        settings["type"] = positive(kind) if made is not None and made.positive else kind
+        in_tokens = kind is int and made is not None and made.metavar == "TOKENS"
+        settings["type"] = positive(kind) if made is not None and made.positive else _tokens if in_tokens else kind
     if not flags:
         flags = made.flags if made is not None else (f"--{name.replace('_', '-')}",)
     group.add_argument(*flags, **(settings | given))

@@ -224,7 +224,7 @@ def test_rank_0_is_told_when_another_is_asked_to_end(ranks):
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        ({"dtype": "bfloat16"}, "has dtype 'bfloat16', rank 0 has 'float32'; give all ranks the same flags"),
+        ({"dtype": "bfloat16"}, "has dtype 'bfloat16', rank 0 has 'auto'; give all ranks the same flags"),
         (
             {"scheduler": SchedulerConfig(max_num_seqs=8)},
             "has max_num_seqs 8, rank 0 has 64; give all ranks the same flags",

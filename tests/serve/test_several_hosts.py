@@ -254,7 +254,7 @@ def test_launchers_start_all_ranks_again_when_one_dies(model, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "devices", "says"),
     [
-        (["--dtype=bfloat16"], 1, "has dtype 'bfloat16', rank 0 has 'float32'; give all ranks the same flags"),
+        (["--dtype=bfloat16"], 1, "has dtype 'bfloat16', rank 0 has 'auto'; give all ranks the same flags"),
         ([], 0, "needs 2 devices on each host, but rank 1 has 1 (-tp, --nnodes)"),
         pytest.param(
             ["--tokenizer=none", "--load-format=safetensors"],

@@ -698,6 +698,9 @@ def test_a_file_of_its_own_goes_before_the_configuration_and_the_operators_befor
     assert load_chat_template(tmp_path, "none") is None
     with pytest.raises(ModelLoadError, match="--chat-template"):
         load_chat_template(tmp_path, str(tmp_path / "absent"))
+    for inline in ("{{ messages }}", "{% for m in messages %}" + "x" * 5000):
+        with pytest.raises(ModelLoadError, match=r"must be a file, not the template itself \(--chat-template\)"):
+            load_chat_template(tmp_path, inline)
 
 
 # --- LLM.chat ------------------------------------------------------------------------------------------------------

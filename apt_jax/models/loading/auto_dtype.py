@@ -1,4 +1,4 @@
-"""Choice of the data type for `--dtype auto`."""
+"""The data type that `--dtype` asks for."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,11 +7,12 @@ from typing import Any
 from apt_jax.config import EngineConfig
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
+_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def with_auto_dtype(config: EngineConfig, fields: Mapping[str, Any], platform: str | None = None) -> EngineConfig:
-    """Return the configuration with ``auto`` replaced by a data type: float32 on CPUs, otherwise the 16-bit type of the
-    model's files, or bfloat16 if they are not 16-bit. Any other data type stays unchanged.
+    """Return the configuration with the name of a data type in `dtype`. ``auto`` becomes float32 on CPUs, bfloat16 on
+    TPUs, and elsewhere the 16-bit type of the model's files, or bfloat16 if they are not 16-bit.
 
     Args:
         config: configuration of the engine.
@@ -19,10 +20,12 @@ def with_auto_dtype(config: EngineConfig, fields: Mapping[str, Any], platform: s
         platform: JAX's name of the devices' platform; None: JAX's default.
     """
     if config.dtype != "auto":
-        return config
+        return dataclasses.replace(config, dtype=_ALIASES.get(config.dtype, config.dtype))
     import jax
 
-    if (platform or jax.default_backend()) == "cpu":
+    platform = platform or jax.default_backend()
+    if platform == "cpu":
         return dataclasses.replace(config, dtype="float32")
     stored = fields.get("dtype") or fields.get("torch_dtype")
-    return dataclasses.replace(config, dtype=stored if stored in _SIXTEEN_BITS else "bfloat16")
+    has_16_bits = stored in _SIXTEEN_BITS and platform != "tpu"
+    return dataclasses.replace(config, dtype=stored if has_16_bits else "bfloat16")

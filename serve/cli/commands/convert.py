@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from apt_jax.config import DType, LoadFormat
+from apt_jax.config import LoadFormat
 from apt_jax.errors import counted
 from serve.cli import options
 from serve.cli.output import write_json
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("orbax", "safetensors"), default="orbax", help="format to write")
     parser.add_argument(
         "--dtype",
-        choices=tuple(name for name in get_args(DType) if name != "auto"),
+        choices=("float32", "bfloat16", "float16"),
         help="data type of the weights (default: as stored; bfloat16 where quantized)",
     )
     parser.add_argument(

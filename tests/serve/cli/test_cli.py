@@ -212,6 +212,8 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
         (("serve", "--cache", "hybird"), "--cache: 'hybird' must be one of kv, hidden, hybrid; did you mean hybrid?"),
         (("serve", "--scheduling-policy", "atp"), "policy='atp' must be one of"),
+        (("serve", "--max-model-len", "auto"), "'auto' is not an integer, 4k (4000) or 4K (4096); leave the flag out"),
+        (("serve", "--max-model-len", "4t"), "--max-model-len: '4t' is not an integer"),
         (("serve", "--block-size", "abc"), "--block-size: 'abc' is not an integer"),
         (("serve", "--device-memory-utilization", "half"), "--device-memory-utilization: 'half' is not a number"),
         (("simulate", "--num-requests", "1.5"), "--num-requests: '1.5' is not an integer"),
@@ -296,6 +298,16 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert err.startswith("apt-jax")
     assert err.count("\n") == 1
     assert "compiling" not in err  # before a model is loaded
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1m", 10**6), ("1M", 1 << 20), ("2g", 2 * 10**9), ("1G", 1 << 30)],
+)
+def test_numbers_of_tokens_have_units(text, tokens):
+    parser = options.Parser()
+    serve_command.add_arguments(parser)
+    assert parser.parse_args(["--max-model-len", text]).max_model_len == tokens
 
 
 def test_the_flag_of_every_setting_is_answered_by_what_to_write_in_its_place():
