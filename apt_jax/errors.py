@@ -124,7 +124,8 @@ def counted(number: int, noun: str, nouns: str = "") -> str:
     return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean X?"`` for the known word closest to `word`, or an empty string if none is similar."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return ``"; did you mean X?"`` for the known word closest to `word`, or an empty string if none has at least the
+    similarity `cutoff`, in [0, 1]."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""

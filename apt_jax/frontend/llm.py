@@ -16,6 +16,7 @@ from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError,
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.embedding import check_dimensions, embedding
+from apt_jax.frontend.other_servers import SIMILAR, option_advice
 from apt_jax.frontend.outputs import RequestState
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.options import options_of
@@ -67,7 +68,8 @@ def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, A
     for name, value in overrides.items():
         if name not in _OPTIONS:
             keywords = {field.name: keyword for keyword, (_, field) in _OPTIONS.items()}
-            raise TypeError(f"LLM has no option {name!r:.80}{nearest(keywords.get(name, name), _OPTIONS)}")
+            hint = option_advice(name, _OPTIONS) or nearest(keywords.get(name, name), _OPTIONS, cutoff=SIMILAR)
+            raise TypeError(f"LLM has no option {name!r:.80}{hint}")
         section, field = _OPTIONS[name]
         if value is not None or field.default is None:
             changes[section][field.name] = value

@@ -139,6 +139,10 @@ def _installed(name: str, bundled: Mapping[str, PolicyMaker]) -> str:
         raise ConfigError(f"policy={name!r} is declared by several packages: name one of {', '.join(found)} {_FLAG}")
     if found:
         return found[0]
+    if name == "priority":
+        raise ConfigError(
+            f"policy={name!r} is vLLM's: here a request's priority is its class, which apt-plus and bros tell apart (docs/serving/classes.md) {_FLAG}"
+        )
     known = sorted({*bundled, *points.names})
     raise ConfigError(
         f"policy={name!r:.200} must be one of {', '.join(known)}, or package.module:Class{nearest(name, known)} {_FLAG}"

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from apt_jax.errors import nearest
+from apt_jax.frontend.other_servers import advice, nearest_flag, value_of
 from apt_jax.options import SET_FLAG, field_docs, option_type, options_of
 from apt_jax.validation import REQUEST_FIELDS
-from serve.cli.other_servers import advice, value_of
 
 Group = argparse._ActionsContainer
 """A parser, or an argument group of a parser."""
@@ -29,6 +29,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         text = action.help or ""
         if action.default is None or isinstance(action.default, bool) or "default: " in text:
             return text
+        if action.default == "":
+            return f"{text} (default: none)"
         return super()._get_help_string(action)
 
 
@@ -114,17 +116,21 @@ class Parser(argparse.ArgumentParser):
                 self.print_help()
                 self.exit()
         parsed, unknown = self.parse_known_args(given, namespace)
+        names = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-")
+        if names:
+            lines = (f"{self.prog}: unknown flag {name!r:.60}{self._told(name, given)}\n" for name in names)
+            self.exit(2, "".join(lines))
         if unknown:
-            word = unknown[0].split("=")[0]
-            if word.startswith("-") and word != "-":
-                value = value_of(word, given)
-                if self.settings is not None and (setting := self.settings.given_by(word, value)) is not None:
-                    self.error(f"unknown flag {word!r:.60}; it is a setting: {setting}")
-                known = self._option_string_actions
-                flags = [flag for flag in known if flag.startswith("--")]
-                self.error(f"unknown flag {word!r:.60}{advice(word, value, known) or nearest(word, flags)}")
-            self.error(f"unexpected argument {word!r:.60}")
+            self.error(f"unexpected argument {unknown[0]!r:.60}")
         return parsed
+
+    def _told(self, flag: str, given: Sequence[str]) -> str:
+        """Return advice on an unknown flag of this command line, to append to an error message; empty: no advice."""
+        value = value_of(flag, given)
+        if self.settings is not None and (setting := self.settings.given_by(flag, value)) is not None:
+            return f"; it is a setting: {setting}"
+        known = self._option_string_actions
+        return advice(flag, value, known) or nearest_flag(flag, known)
 
 
 def _topic(title: str) -> str:
@@ -288,9 +294,11 @@ def settings_of(parser: argparse.ArgumentParser) -> Settings:
 
 
 def help_text(doc: str) -> str:
-    """Return the first sentence of a docstring as a help text: no capital, no period, no markup."""
+    """Return the first sentence of a docstring as a help text: no capital, except in names such as TTFT and LoRA, no
+    period, no markup."""
     text = re.split(r"\.(?: |$)(?=[A-Z]|$)", doc)[0].replace("`", "").replace("%", "%%")
-    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+    has_capitals = any(map(str.isupper, text.partition(" ")[0][1:]))
+    return text if has_capitals else text[:1].lower() + text[1:]
 
 
 def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> None:

@@ -32,6 +32,13 @@ _COMMANDS = {
     "calibrate": ("serve.cli.commands.calibrate", "measure step times on this machine"),
 }  # fmt: skip
 
+_OF_VLLM = {
+    "complete": "apt-jax generate MODEL PROMPT",
+    "run-batch": "apt-jax serve MODEL --batch-dir DIR, and POST /v1/batches",
+    "collect-env": "apt-jax info",
+}
+"""Commands of vLLM that have another name here."""
+
 _PREFIX = "APT_JAX_"
 _VARIABLES = (KEY_VARIABLE, "APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
 
@@ -124,5 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = "flag" if command.startswith("-") else "command"
         known = ["--help", "--version"] if kind == "flag" else list(_COMMANDS)
         hint = nearest(command, known) or f"; commands: {', '.join(_COMMANDS)}"
+        if command in _OF_VLLM:
+            hint = f"; it is {_OF_VLLM[command]} here"
         return _fail("apt-jax", f"unknown {kind} {command!r:.60}{hint}", 2)
     return _run(command, importlib.import_module(_COMMANDS[command][0]), argv[1:])

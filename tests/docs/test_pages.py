@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from serve.cli import other_servers
+from apt_jax.frontend import other_servers
 from serve.cli.flags import Parser
 from serve.cli.main import _COMMANDS
 
@@ -176,7 +176,7 @@ def _told_flags() -> set[str]:
 
 
 def test_flags_of_other_servers_are_on_the_page() -> None:
-    """The two tables of docs/coming_from_vllm.md say what serve/cli/other_servers.py says."""
+    """The two tables of docs/coming_from_vllm.md say what apt_jax/frontend/other_servers.py says."""
     text = (ROOT / "docs" / "coming_from_vllm.md").read_text()
     renamed, left_out = text.split("Flags of vLLM, SGLang")[1].split("Flags to leave out")
     rows = re.findall(r"^\| (`-.*?`) \| `(-.*?)`(:?).* \|$", renamed, re.MULTILINE)

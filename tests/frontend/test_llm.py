@@ -294,6 +294,25 @@ def test_an_unknown_option_names_the_nearest_one(wrong, right):
         configure("tiny-opt", None, {wrong: 1})
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("enforce_eager", "programs are compiled at the start; leave it out"),
+        ("gpu_memory_utilization", "it is device_memory_utilization here, the share of .*"),
+        ("pipeline_parallel_size", r"only tensor parallelism is supported \(tensor_parallel_size\)"),
+        ("tp", "it is tensor_parallel_size here"),
+    ],
+)
+def test_an_option_of_vllm_is_told_what_to_write(option, told):
+    with pytest.raises(TypeError, match=f"^LLM has no option '{option}'; {told}$"):
+        configure("tiny-opt", None, {option: 1})
+
+
+def test_no_other_option_is_named():
+    with pytest.raises(TypeError, match=r"^LLM has no option 'lora_dtype'$"):
+        configure("tiny-opt", None, {"lora_dtype": "auto"})
+
+
 def test_options_are_the_fields_of_the_configuration():
     assert configure("m", None, {}) == EngineConfig(model="m")
     options = {

@@ -207,11 +207,14 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
     [
         (("serv",), "unknown command 'serv'; did you mean serve?"),
         (("frobnicate",), "commands: serve"),
+        (("complete",), "unknown command 'complete'; it is apt-jax generate MODEL PROMPT here\n"),
+        (("run-batch", "-i", "x"), "it is apt-jax serve MODEL --batch-dir DIR"),
         (("--hlp",), "did you mean --help?"),
         (("serve", "--grpc-prot", "1"), "unknown flag '--grpc-prot'; did you mean --grpc-port?"),
         (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
         (("serve", "--cache", "hybird"), "--cache: 'hybird' must be one of kv, hidden, hybrid; did you mean hybrid?"),
         (("serve", "--scheduling-policy", "atp"), "policy='atp' must be one of"),
+        (("serve", "--scheduling-policy", "priority"), "a request's priority is its class"),
         (("serve", "--max-model-len", "auto"), "'auto' is not an integer, 4k (4000) or 4K (4096); leave the flag out"),
         (("serve", "--max-model-len", "4t"), "--max-model-len: '4t' is not an integer"),
         (("serve", "--block-size", "abc"), "--block-size: 'abc' is not an integer"),
@@ -272,7 +275,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--decision-log", "--no-http"), "it is a setting: --set decision_log=VALUE\n"),
         (("serve", "--memory-soft-limit", "-1.5"), "it is a setting: --set memory_soft_limit=-1.5\n"),
         (("serve", "--profiler-dir", "a b"), "it is a setting: --set 'profiler_dir=a b'\n"),
-        (("serve", "--no-max-loras"), "unknown flag '--no-max-loras'; did you mean --max-lora-rank?"),
+        (("serve", "--no-max-loras"), "unknown flag '--no-max-loras'\n"),
         (("launch", "--no-early-start"), "unknown flag '--no-early-start'; it is a setting: --set early_start=false\n"),
         (("serve", "--api-key", "short"), "(--api-key, APT_JAX_API_KEY)"),
         (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
@@ -300,6 +303,27 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert "compiling" not in err  # before a model is loaded
 
 
+def test_every_unknown_flag_has_a_line():
+    given = (
+        "--max-num-seq=3",
+        "m",
+        "--no-enable-chunked-prefill",
+        "--secret",
+        "x",
+        "--secret=y",
+        "--decision-log",
+        "5",
+    )
+    code, out, err = run("serve", *given)
+    assert (code, out) == (2, "")
+    assert [line.partition(": unknown flag ")[2] for line in err.splitlines()] == [
+        "'--max-num-seq'; did you mean --max-num-seqs?",
+        "'--no-enable-chunked-prefill'; long prompts are always split into chunks (--max-num-batched-tokens); leave it out",
+        "'--secret'",
+        "'--decision-log'; it is a setting: --set decision_log=5",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1m", 10**6), ("1M", 1 << 20), ("2g", 2 * 10**9), ("1G", 1 << 30)],
@@ -308,6 +332,13 @@ def test_numbers_of_tokens_have_units(text, tokens):
     parser = options.Parser()
     serve_command.add_arguments(parser)
     assert parser.parse_args(["--max-model-len", text]).max_model_len == tokens
+
+
+def test_help_keeps_the_capitals_of_names():
+    text = " ".join(run("serve", "--help=all")[1].split())
+    assert "NAME=DIR ...] LoRA adapters that" in text
+    assert "TTFT SLO: time from arrival" in text
+    assert "that does not strip it (default: none)" in text
 
 
 def test_the_flag_of_every_setting_is_answered_by_what_to_write_in_its_place():
