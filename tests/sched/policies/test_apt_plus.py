@@ -235,11 +235,11 @@ def test_a_request_pauses_for_an_urgent_one_only_where_that_costs_no_attainment(
 
 
 def test_where_every_gap_counts_the_largest_is_given_up_only_for_two_or_more():
-    def preempted(num_waiting: int, **options: int) -> list[int]:
+    def preempted(num_waiting: int, forgiven_gaps: int) -> list[int]:
         w = urgent_world(101)
         for _ in range(num_waiting - 1):
             pending(w, w.add(20, 30, ttft_s=1.0), 0.9)
-        return w.schedule(AptPlusPolicy(**options)).preempt.tolist()
+        return w.schedule(AptPlusPolicy(forgiven_gaps=forgiven_gaps)).preempt.tolist()
 
     assert preempted(1, forgiven_gaps=0) == []  # one missed for one in time: nothing gained
     assert preempted(2, forgiven_gaps=0) == [0]
