@@ -85,6 +85,7 @@ class ServerMetrics:
             prefill_s=Distribution(LATENCY_S),
             decode_s=Distribution(LATENCY_S),
             inference_s=Distribution(LATENCY_S),
+            time_per_output_token_s=Distribution(INTER_TOKEN_S),
             params_max_tokens=Distribution(lens),
             params_n=Distribution(_OUTPUTS),
             attained=collections.Counter(),
@@ -117,6 +118,7 @@ class ServerMetrics:
             if times_s:
                 sums.prefill_s.add(times_s[0] - metrics.first_scheduled_s)
                 sums.decode_s.add(times_s[-1] - times_s[0])
+                sums.time_per_output_token_s.add((times_s[-1] - times_s[0]) / max(1, len(times_s) - 1))
                 sums.inference_s.add(times_s[-1] - metrics.first_scheduled_s)
         self._count_slos(RequestRecord.from_metrics(metrics, ok=ok), delta.request)
         if delta.request.tenant is not None:

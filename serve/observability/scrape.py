@@ -30,6 +30,7 @@ class Sums:
     prefill_s: Distribution
     decode_s: Distribution
     inference_s: Distribution
+    time_per_output_token_s: Distribution
     params_max_tokens: Distribution
     params_n: Distribution
     attained: "collections.Counter[tuple[str, str]]"
@@ -363,6 +364,16 @@ class Scrape(Collector):
                 "vllm:request_generation_tokens",
                 "Output tokens per request, of requests that ended with stop or length.",
                 sums.generation_tokens,
+            ),
+            (
+                "vllm:request_max_num_generation_tokens",
+                "The same; vLLM counts only the longest output of a prompt.",
+                sums.generation_tokens,
+            ),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "Mean gap between the tokens of a request, 0 for a single token, of requests that ended with stop or length.",
+                sums.time_per_output_token_s,
             ),
             (
                 "vllm:request_prefill_time_seconds",

@@ -71,7 +71,8 @@ def test_the_names_of_the_contract_are_there():
         "vllm:request_queue_time_seconds", "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
         "vllm:iteration_tokens_total", "aptjax:scheduler_step_seconds",
         "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds",
-        "vllm:request_params_max_tokens", "vllm:request_params_n", "aptjax:class_time_to_first_token_seconds",
+        "vllm:request_params_max_tokens", "vllm:request_params_n", "vllm:request_max_num_generation_tokens",
+        "vllm:request_time_per_output_token_seconds", "aptjax:class_time_to_first_token_seconds",
         "aptjax:class_inter_token_latency_seconds", "aptjax:class_queue_time_seconds",
     ]  # fmt: skip
 
@@ -143,7 +144,7 @@ def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
         assert first.value("vllm:request_success_total", finished_reason="length") == 6
         for reason in ("stop", "abort", "error"):
             assert first.value("vllm:request_success_total", finished_reason=reason) == 0
-        for name, values in (("prompt", prompts), ("generation", outputs)):
+        for name, values in (("prompt", prompts), ("generation", outputs), ("max_num_generation", outputs)):
             full = f"vllm:request_{name}_tokens"
             assert first.value(f"{full}_count") == 6
             assert first.value(f"{full}_sum") == sum(values)
@@ -162,6 +163,10 @@ def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
             first.value(f"vllm:request_{phase}_time_seconds_sum") for phase in ("prefill", "decode", "inference")
         )
         assert inference == pytest.approx(prefill + decode)
+        per_token = "vllm:request_time_per_output_token_seconds"
+        assert first.value(f"{per_token}_count") == 6
+        assert decode / 7 <= first.value(f"{per_token}_sum") <= decode  # outputs have 2 to 8 tokens
+        assert list(first.buckets(per_token)) == [*INTER_TOKEN_S, math.inf]
         queued, whole = (
             first.value(f"vllm:{name}_seconds_sum") for name in ("request_queue_time", "e2e_request_latency")
         )
@@ -187,6 +192,16 @@ def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
         assert slo("attained", "tbt", "be") == slo("missed", "tbt", "be") == 0
         assert slo("attained", "strict", "be") == 1
         assert slo("missed", "strict", "rt") == 2
+
+    run(scenario)
+
+
+def test_the_time_per_output_token_of_a_single_token_is_0_as_in_vllm():
+    async def scenario(served):
+        await served.ask("x", max_tokens=1)
+        found = await scrape(served)
+        assert found.value("vllm:request_time_per_output_token_seconds_count") == 1
+        assert found.value("vllm:request_time_per_output_token_seconds_sum") == 0
 
     run(scenario)
 
