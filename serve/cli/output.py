@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from apt_jax.config import SLO
 from apt_jax.frontend.progress import ProgressBars
 from serve.errors import CommandError
 
@@ -25,6 +26,12 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
     for name, value in rows:
         table.add_row(Text(name), Text(str(value)))
     Console(highlight=False, emoji=False).print(table)
+
+
+def objectives(slo: SLO) -> str:
+    """Return the objectives of an SLO for a title, as in ``TTFT 1 s, P99 TBT 0.2 s``; empty: there are none."""
+    times_s = {"TTFT": slo.ttft_s, "P99 TBT": slo.tbt_s}
+    return ", ".join(f"{name} {time_s:g} s" for name, time_s in times_s.items() if math.isfinite(time_s))
 
 
 _json_out: list[TextIO] = []

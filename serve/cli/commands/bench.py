@@ -27,7 +27,7 @@ from serve.bench.registry import BACKENDS, open_backend
 from serve.bench.runner import Outcome, Run, Runner
 from serve.bench.search import Found, Probe, find_rates
 from serve.cli import flags, options
-from serve.cli.output import print_table, write_json
+from serve.cli.output import objectives, print_table, write_json
 from serve.client import address
 from serve.errors import CommandError, require_matplotlib
 
@@ -357,7 +357,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write("apt-jax bench: interrupted before any request finished\n")
         return 130
     values = {**_head(args), **facts, **report.summary(run)}
-    title = f"{facts['model']} at {facts['target']} ({facts['backend']}), {facts['load']['source']}"
+    title = _title(args, facts)
     print_table(title, report.rows(values, has_slo=bool(facts["slo_ms"])))
     for outcome in run.outcomes:
         if outcome.status != "ok":
@@ -373,6 +373,11 @@ def run(args: argparse.Namespace) -> int:
     if run.interrupted:
         return 130
     return 0 if values["num_completed"] else 1
+
+
+def _title(args: argparse.Namespace, facts: dict[str, Any]) -> str:
+    parts = [f"{facts['model']} at {facts['target']} ({facts['backend']})", facts["load"]["source"]]
+    return ", ".join([*parts, *filter(None, [objectives(_slo(args))])])
 
 
 def _head(args: argparse.Namespace) -> dict[str, Any]:
@@ -432,7 +437,7 @@ def _search(args: argparse.Namespace) -> int:
 def _report_search(
     args: argparse.Namespace, found: Sequence[Found], probes: Sequence[Probe], facts: dict[str, Any]
 ) -> None:
-    title = f"{facts['model']} at {facts['target']} ({facts['backend']}), {facts['load']['source']}"
+    title = _title(args, facts)
     shown = []
     for one in found:
         spread = f" ± {one.rate.std:.2f}" if len(one.rate.rates) > 1 else ""

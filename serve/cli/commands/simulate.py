@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apt_jax.config import SLO
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, counted
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sched import check_policy
 from apt_jax.sim.config import SimulationConfig
@@ -25,7 +25,7 @@ from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces
 from serve.cli import flags, options
-from serve.cli.output import print_table, write_json
+from serve.cli.output import objectives, print_table, write_json
 from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace left out because they can never fit"
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
             configs = [dataclasses.replace(base, policy=policy) for policy in policies]
             if args.find_rate is not None:
                 rates = find_rates(configs, target=args.find_rate, seeds=seeds, **kept)
-                return _report_rates(args, policies, rates)
+                return _report_rates(args, _simulated(base, num_seeds), policies, rates)
             grid = [
                 dataclasses.replace(config, rate=rate, seed=seed)
                 for config in configs
@@ -150,24 +150,36 @@ def run(args: argparse.Namespace) -> int:
     finally:
         bars.close()
     if not several:
-        _report_one(values)
+        _report_one(base, values)
         write_json(args.json, values)
         return 0
-    return _report_sweep(args, grid, runs)
+    return _report_sweep(args, _simulated(base, num_seeds), grid, runs)
 
 
-def _report_one(values: dict[str, Any]) -> None:
+def _simulated(config: SimulationConfig, num_seeds: int = 1) -> str:
+    """Return the title of tables: what is simulated, apart from policies and rates."""
+    devices = f" x{config.num_devices}" if (config.num_devices or 1) > 1 else ""
+    parts = [
+        f"{config.model} on {config.hardware}{devices}",
+        *([f"{config.replicas} replicas by {config.routing_policy}"] if config.replicas > 1 else []),
+        Path(config.trace).name,
+        counted(config.num_requests, "request"),
+        *([f"{num_seeds} seeds"] if num_seeds > 1 else []),
+        f"{config.cache} cache",
+        objectives(config.slo),
+    ]
+    return ", ".join(parts)
+
+
+def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
     def span(name: str, values: dict[str, Any] = values) -> str:
         p = values[name]
         return " / ".join("-" if p[q] is None else f"{p[q]:.3f}" for q in ("p50", "p90", "p99"))
 
-    config, replicas = values["config"], values["replicas"]
+    replicas = values["replicas"]
     bound, strict = values["slo_attainment_bound"], values["strict_attainment_bound"]
-    where = f"{config['model']} on {config['hardware']}"
-    if len(replicas) > 1:
-        where += f", {len(replicas)} replicas by {config['routing_policy']}"
     print_table(
-        f"{config['policy']}, {config['cache']} cache: {where}, {config['trace']}",
+        f"{config.policy}: {_simulated(config)}",
         [
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
             *([("upper bound for any policy (%)", f"{100 * bound:.1f}")] if bound is not None and bound < 1 else []),
@@ -196,10 +208,13 @@ def _report_one(values: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def _report_rates(args: argparse.Namespace, policies: Sequence[str], rates: Sequence[EffectiveRate]) -> int:
+def _report_rates(
+    args: argparse.Namespace, simulated: str, policies: Sequence[str], rates: Sequence[EffectiveRate]
+) -> int:
+    console = Console(highlight=False, emoji=False)
+    console.print(simulated, markup=False)
     rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} requests/s") for p, r in zip(policies, rates, strict=True)]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
-    console = Console(highlight=False, emoji=False)
     for policy, rate in zip(policies, rates, strict=True):
         lasts_s = args.num_requests / rate.mean if rate.mean else math.inf
         if lasts_s < BURST_TTFTS * args.slo_ttft_ms / 1e3:
@@ -215,7 +230,9 @@ def _report_rates(args: argparse.Namespace, policies: Sequence[str], rates: Sequ
     return 0
 
 
-def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], runs: Sequence[dict[str, Any]]) -> int:
+def _report_sweep(
+    args: argparse.Namespace, simulated: str, grid: Sequence[SimulationConfig], runs: Sequence[dict[str, Any]]
+) -> int:
     cells: dict[tuple[str, float | None], list[float]] = {}
     strict: dict[tuple[str, float | None], list[float]] = {}
     for config, values in zip(grid, runs, strict=True):
@@ -225,6 +242,7 @@ def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], ru
     rates = list(dict.fromkeys(config.rate for config in grid))
     policies = list(dict.fromkeys(config.policy for config in grid))
     console = Console(highlight=False, emoji=False)
+    console.print(simulated, markup=False)
     console.print(_table("SLO attainment (%)", policies, rates, cells))
     if strict:
         console.print(_table("SLO attainment, every gap in time (%)", policies, rates, strict))
@@ -240,7 +258,7 @@ def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], ru
     if left_out:
         console.print(f"{LEFT_OUT}: {left_out:,}", markup=False)
     if args.png:
-        _plot(args.png, args, policies, rates, cells)
+        _plot(args.png, simulated, policies, rates, cells)
     write_json(args.json, {"runs": list(runs)})
     return 0
 
@@ -268,7 +286,7 @@ def _table(
 
 def _plot(
     path: str,
-    args: argparse.Namespace,
+    title: str,
     policies: Sequence[str],
     rates: Sequence[float | None],
     cells: dict[tuple[str, float | None], list[float]],
@@ -289,8 +307,7 @@ def _plot(
             capsize=2,
         )
     axes.set(xlabel="request rate (requests/s)", ylabel="SLO attainment (%)", ylim=(0, 102))
-    replicas = f"{args.replicas} replicas by {args.routing_policy}, " if args.replicas > 1 else ""
-    axes.set_title(f"{args.model} on {args.hardware}, {replicas}{Path(args.trace).name}, cache {args.cache}")
+    axes.set_title(title, fontsize="small", wrap=True)
     axes.legend()
     axes.grid(alpha=0.3)
     try:

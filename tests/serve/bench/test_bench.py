@@ -531,6 +531,7 @@ def test_find_rate_finds_the_capacity_of_a_server(tmp_path):
     assert values["effective_rate"] == pytest.approx(sustained, rel=0.10)
     assert values["by_target"][0]["bounded"] is True
     assert f"{values['effective_rate']:.2f}" in out
+    assert "TTFT 0.1 s" in out
     with csv_file.open(newline="") as file:
         assert [float(r["rate"]) for r in csv.DictReader(file)] == [r["rate"] for r in values["runs"]]
     assert png_file.stat().st_size > 1000

@@ -70,6 +70,21 @@ def test_find_rate(tmp_path, capsys):
     assert "requests/s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("runs", "named"),
+    [
+        (["--rate", "4"], ""),
+        (["--rates", "4,8", "--seeds", "2"], "2 seeds, "),
+        (["--find-rate", "0.9", "--seeds", "1"], ""),
+    ],
+)
+def test_tables_say_what_was_simulated(runs, named, capsys):
+    args = ["--slo-ttft-ms", "500", "--slo-tbt-ms", "1500", "--workers", "1", "--cache", "kv"]
+    assert main(["simulate", *QUICK, *runs, *args]) == 0
+    said = f"opt-13b on a100-40gb, humaneval, 20 requests, {named}kv cache, TTFT 0.5 s, P99 TBT 1.5 s"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_rate_that_is_a_burst_is_said(capsys):
     args = [*QUICK, "--scheduling-policy", "fcfs", "--seeds", "1", "--workers", "1"]
     assert main(["simulate", *args, "--num-requests", "5", "--find-rate", "0.5"]) == 0
