@@ -118,7 +118,7 @@ async def serve(
         )
         say(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, programs prepared in {parts.warm_up_s:.1f} s, "
-            f"{calibrated}; {parts.executor.num_blocks} blocks of {parts.executor.block_size} tokens)"
+            f"{calibrated}; {_cache_size(parts)}; policy {parts.config.scheduler.policy})"
         )
         preparation = BackgroundPreparation(engine, metrics.calibrated)
         preparation.start()
@@ -153,6 +153,14 @@ async def serve(
             await server_config.profiler.close()
         if server_config.tracer is not None:
             await asyncio.to_thread(server_config.tracer.close)
+
+
+def _cache_size(parts: EngineComponents) -> str:
+    """Return the pool's size in tokens, and in requests of the maximum length; ranges if there are two cache kinds."""
+    tokens, longest = sorted(set(parts.pool_tokens.values())), parts.limits.max_model_len
+    sizes = " to ".join(f"{number:,}" for number in tokens)
+    requests = " to ".join(f"{number / longest:,.1f}" for number in tokens)
+    return f"cache for {sizes} tokens, {requests} requests of {longest:,}"
 
 
 class ServerGroup:

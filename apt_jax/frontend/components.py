@@ -101,6 +101,15 @@ class EngineComponents:
         return tuple(dict.fromkeys([self.model_name, *self.config.served_model_aliases]))
 
     @property
+    def pool_tokens(self) -> dict[str, int]:
+        """Number of tokens that fit the pool if all have one cache kind, keyed by the names of the offered kinds."""
+        return {
+            kind.name: self.executor.num_blocks // kind.blocks_per_group * int(size)
+            for kind, size in zip(self.engine.kinds, self.engine.cache.block_sizes, strict=True)
+            if kind.offered
+        }
+
+    @property
     def pending_grammars(self) -> GrammarSource | None:
         """Like `grammars`, but for event loops: grammars whose compilation takes time are returned as `PendingGrammar`,
         to be compiled before the request is submitted."""

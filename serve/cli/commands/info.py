@@ -210,13 +210,12 @@ def cache_facts(parts: EngineComponents) -> dict[str, Any]:
         if not kind.offered:
             facts[kind.name] = "not offered"
             continue
-        pool_tokens = executor.num_blocks // kind.blocks_per_group * size
         if size != executor.block_size:
             facts[f"{kind.name}: tokens a block"] = size
         if block_bytes is not None:
             per_token = round(block_bytes * kind.blocks_per_group / size)
             facts[f"{kind.name}: bytes a token"] = per_token
-        facts[f"{kind.name}: pool (tokens)"] = pool_tokens
+        facts[f"{kind.name}: pool (tokens)"] = parts.pool_tokens[kind.name]
     if isinstance(executor, JaxExecutor):
         facts["attention"] = executor.attention_name
         if executor.attention_name == "cpu":

@@ -957,6 +957,8 @@ def test_H1_a_signal_drains_and_exits_with_0():
     assert len(tokens) == 60
     assert "listening on 127.0.0.1" in out
     assert "serving toy" in out
+    # 256 blocks of 4 positions: keys and values take two blocks
+    assert "cache for 512 to 1,024 tokens, 2.0 to 4.0 requests of 256; policy fcfs)" in out
     assert re.search(r"stopping: \d+ s for 1 open request to finish", out)
     assert out.endswith("stopped\n")
 
