@@ -1,8 +1,31 @@
 """Termination and reload signals of a process with an event loop."""
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def on_interrupt(call: Callable[[], object]) -> Iterator[None]:
+    """Make the first Ctrl-C call a function; a second Ctrl-C raises KeyboardInterrupt. Afterwards Ctrl-C does what it
+    did before. Outside of the main thread, which alone can handle signals, nothing changes."""
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+
+    def first() -> None:
+        call()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, first)
+    except (NotImplementedError, RuntimeError, ValueError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
 
 
 class Signals:

@@ -55,6 +55,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C in a terminal signals the whole group, and the parent may go on
         )
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)

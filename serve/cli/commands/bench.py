@@ -5,13 +5,11 @@ It works with apt-jax and with any other server that offers vLLM's gRPC service 
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import math
 import re
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from serve.cli import flags, options
 from serve.cli.output import objectives, print_table, write_json
 from serve.client import address
 from serve.errors import CommandError, require_matplotlib
+from serve.signals import on_interrupt
 
 _DEFAULT_REQUESTS = 200
 _WARM_UP_INDEX = 2**31
@@ -238,25 +237,6 @@ class _Live:
         self._bar.close()
 
 
-@contextlib.contextmanager
-def _interruptible(stop: asyncio.Event) -> Iterator[None]:
-    """Make the first Ctrl-C set `stop`; a second Ctrl-C raises KeyboardInterrupt."""
-    loop = asyncio.get_running_loop()
-
-    def broken_off() -> None:
-        stop.set()
-        loop.remove_signal_handler(signal.SIGINT)
-
-    # Only the main thread can handle signals.
-    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-        loop.add_signal_handler(signal.SIGINT, broken_off)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            loop.remove_signal_handler(signal.SIGINT)
-
-
 async def _measure(
     args: argparse.Namespace, *, rate: float | None, seed: int, title: str, warm_ups: int
 ) -> tuple[Run, dict[str, Any]]:
@@ -285,7 +265,7 @@ async def _measure(
             observe=live,
         )
         try:
-            with _interruptible(stop):
+            with on_interrupt(stop.set):
                 if isinstance(coming, list):
                     run = await runner.open_loop(coming, stop)
                 else:

@@ -1,7 +1,8 @@
 """Chat with a model in this process or on a server. Without a chat template, the model continues a plain transcript.
 
 Lines that begin with a slash are commands: /reset clears the conversation; /quit or Ctrl-D ends it. Other lines are
-questions. If standard input is not a terminal, only the answers are printed, without names.
+questions. Ctrl-C ends the answer that is being written, or else the chat. If standard input is not a terminal, only
+the answers are printed, without names.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from apt_jax.errors import InvalidRequestError
 from serve.cli import options
 from serve.cli.completer import Completer
 from serve.cli.completion_client import open_completer, verdict
+from serve.signals import on_interrupt
 
 NO_TEMPLATE = "apt-jax chat: this model has no chat template, so it continues a plain transcript"
 
@@ -147,7 +149,7 @@ async def _talk(args: argparse.Namespace) -> int:
             fields["stop"] = list(dict.fromkeys(stops))
         while True:
             try:
-                question = await asyncio.to_thread(input, f"{args.you}: " if shown else "")
+                question = await _ask(args.you) if shown else await asyncio.to_thread(input)
             except EOFError:
                 sys.stdout.write("\n" if shown else "")
                 return code
@@ -162,6 +164,26 @@ async def _talk(args: argparse.Namespace) -> int:
                 code = 0 if shown else 1
 
 
+async def _ask(name: str) -> str:
+    """Return a line typed on the terminal. No thread waits for it, so Ctrl-C ends the chat at once.
+
+    Raises:
+        EOFError: the input has ended.
+    """
+    loop, typed, terminal = asyncio.get_running_loop(), asyncio.Event(), sys.stdin.fileno()
+    sys.stdout.write(f"{name}: ")
+    sys.stdout.flush()
+    loop.add_reader(terminal, typed.set)
+    try:
+        await typed.wait()
+    except asyncio.CancelledError:
+        sys.stdout.write("\n")
+        raise
+    finally:
+        loop.remove_reader(terminal)
+    return input()
+
+
 async def _answer(
     completer: Completer,
     talk: ChatSession,
@@ -171,8 +193,34 @@ async def _answer(
     *,
     shown: bool,
 ) -> bool:
-    """Write the answer to a question. Returns False if the question is rejected."""
+    """Write the answer to a question, on a terminal until Ctrl-C. Returns False if the question is rejected."""
     parts: list[str] = []
+    writing = asyncio.create_task(_write(completer, talk, question, fields, args, parts, shown=shown))
+    try:
+        with on_interrupt(writing.cancel) if shown else contextlib.nullcontext():
+            done = await writing
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        sys.stdout.write("\n")
+        done = True
+    if parts:
+        talk.add(question, "".join(parts))
+    return done
+
+
+async def _write(
+    completer: Completer,
+    talk: ChatSession,
+    question: str,
+    fields: dict[str, Any],
+    args: argparse.Namespace,
+    parts: list[str],
+    *,
+    shown: bool,
+) -> bool:
+    """Write the answer to a question and append its texts to `parts`. Returns False if the question is rejected."""
     while True:
         stream = completer.stream(talk.prompt(question), **fields)
         try:
@@ -189,7 +237,7 @@ async def _answer(
                         sys.stdout.write("\n")
                         if args.timings:
                             sys.stderr.write(f"[{verdict(piece.finish)}]\n")
-            break
+            return True
         except InvalidRequestError as error:
             if error.field != "max_tokens" and error.field.split(".")[0] in fields:
                 raise  # every question would fail in the same way
@@ -197,5 +245,3 @@ async def _answer(
             if not too_long or not talk.forget_oldest():
                 sys.stderr.write(f"apt-jax chat: {error}\n")
                 return False
-    talk.add(question, "".join(parts))
-    return True

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -843,6 +844,53 @@ def test_chat_over_http_says_what_is_wrong_in_one_line():
     code, _, err = run("chat", "--target", "http://127.0.0.1:9")
     assert code == 1
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_an_interrupt_ends_the_answer_and_at_the_prompt_the_chat(protocol):
+    """On a terminal, where it reaches the processes that render templates too."""
+
+    async def scenario(served):
+        served.parts.executor.step_s = 0.02
+        target = {"grpc": f"127.0.0.1:{served.grpc_server.port}", "http": f"http://127.0.0.1:{served.server.port}"}
+        argv = ("chat", "--target", target[protocol], "--max-tokens", "100", "--ignore-eos")
+        terminal, end = pty.openpty()
+        command = ["setsid", "--ctty", sys.executable, "-m", "serve.cli", *argv]
+        process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end)
+
+        def until(text: str) -> str:
+            """Return what the terminal shows next, up to a text."""
+            shown = b""
+            while not shown.endswith(text.encode()):
+                shown += os.read(terminal, 1)
+            return shown.decode()
+
+        def talk() -> int:
+            until("User: ")
+            os.write(terminal, b"hi\n")
+            until("Assistant: ")
+            os.write(terminal, b"\x03")
+            until("User: ")
+            served.parts.executor.step_s = 0.0
+            os.write(terminal, b"more\n")
+            assert len(until("User: ")) > 100
+            os.write(terminal, b"\x03")
+            until("\r\n")
+            return process.wait()
+
+        try:
+            assert await asyncio.to_thread(talk) == 130
+        finally:
+            process.kill()
+            os.close(terminal)
+            os.close(end)
+        await served.idle()
+        stats = served.parts.engine.stats()
+        assert stats.finished == {"abort": 1, "length": 1}
+        alone = len(served.parts.chat_prompt([{"role": "user", "content": "more"}]))
+        assert stats.prompt_tokens > 2 * alone  # the second prompt has the first question and what was answered
+
+    run_serving(scenario, chat_template=ChatTemplate(CHATML), max_model_len=1024, num_blocks=1024)
 
 
 def archive_of(**files: str) -> bytes:
