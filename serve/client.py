@@ -16,9 +16,10 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, one_line
 from serve.grpc_api.messages import structured_outputs
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.security.single_key import KEY_VARIABLE
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["AptServe"]
 _OPTIONS = [
@@ -30,6 +31,8 @@ _CLASSES = {None: pb.SLO_CLASS_UNSPECIFIED, "rt": pb.SLO_CLASS_RT, "be": pb.SLO_
 
 
 HTTP_SCHEMES = ("http://", "https://")
+NO_KEY = f"no valid API key; give one with --api-key-file FILE or in {KEY_VARIABLE}"
+"""Message of commands whose call a server rejects for want of an API key."""
 
 
 def address(target: str) -> str:
@@ -53,6 +56,12 @@ def address(target: str) -> str:
 def is_http_port(details: str | None) -> bool:
     """Return True if the details of a failed call show that the port speaks HTTP/1 instead of gRPC."""
     return details is not None and ("http1.x server" in details or "Failed parsing HTTP/2" in details)
+
+
+def status_text(error: "grpc.Call | grpc.aio.AioRpcError") -> str:
+    """Return the status of a failed call in one line, for the users of a command."""
+    code, details = error.code(), one_line(error.details() or "")
+    return f"{code.name}: {NO_KEY if code is grpc.StatusCode.UNAUTHENTICATED else details}"
 
 
 def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:

@@ -13,6 +13,11 @@ SIMILAR = 0.8
 _SHARE = "the share of the memory that the weights leave free"
 
 _NAMES = {
+    "--url": "--target",
+    "--base-url": "--target",
+    "--api-key": "--api-key-file",
+    "--model-name": "--model",
+    "--system-prompt": "--system",
     "--model-path": "--model",
     "--hf-model-id": "--model",
     "--alias": "--served-model-name",
@@ -45,6 +50,7 @@ _NAMES = {
 """Flags that have another name in apt-jax."""
 
 _DIFFERENT = {
+    "--api-key": "a file with the key; or set APT_JAX_API_KEY",
     "--mem-fraction-static": _SHARE,
     "--gpu-memory-utilization": _SHARE,
     "--ctx-size": "the limit of each request, not of all slots together",

@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from apt_jax.errors import ConfigError, one_line
 from serve.bench.backends import Backend, RequestFailed, StreamEvent, Target, random_token_ids
 from serve.bench.load import BenchRequest
-from serve.client import AsyncAptClient, channel_credentials, is_http_port
+from serve.client import AsyncAptClient, channel_credentials, is_http_port, status_text
 from serve.errors import CommandError
 from serve.protos.words import cache_kind_name, finish_reason_name
 from serve.slo_headers import TIER_KEY, TIER_OF_CLASS
@@ -43,9 +43,7 @@ async def open_grpc(name: str, target: Target) -> Backend:
             raise ConfigError(
                 f"{target.address} speaks HTTP: give the gRPC port, or use --backend openai --target http://{target.address}"
             ) from None
-        raise CommandError(
-            f"{target.address}: {error.code().name}: {one_line(error.details() or '')} (--target, --backend {name})"
-        ) from None
+        raise CommandError(f"{target.address}: {status_text(error)} (--target, --backend {name})") from None
     if not vocab_size:
         await client.close()
         raise ConfigError("the server does not report the size of its vocabulary (--vocab-size)")

@@ -17,6 +17,7 @@ import numpy as np
 from apt_jax.errors import ConfigError, one_line
 from serve.bench.backends import RequestFailed, StreamEvent, Target, random_token_ids
 from serve.bench.load import BenchRequest
+from serve.client import NO_KEY
 from serve.errors import CommandError
 from serve.slo_headers import TIER_OF_CLASS
 
@@ -71,6 +72,8 @@ class HttpBackend:
         if response.status != 200 or not models:
             if self.model:
                 return
+            if response.status == 401:
+                raise CommandError(f"{self._base}: 401: {NO_KEY}")
             why = f"{response.status} {_error_text(answer)}"
             raise CommandError(f"{self._base}/v1/models names no model: {why} (--target, --model)")
         entry = next((m for m in models if m.get("id") == self.model), models[0])
@@ -140,7 +143,7 @@ class HttpBackend:
         try:
             async with self._session.post(self._base + path, data=prepared, headers=headers) as response:
                 if response.status != 200:
-                    text = _error_text(await _json(response))
+                    text = NO_KEY if response.status == 401 else _error_text(await _json(response))
                     raise RequestFailed(str(response.status), text)
                 # Read to the end, so that the connection can be used again.
                 async with contextlib.aclosing(_events(response)) as events:

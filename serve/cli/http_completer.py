@@ -11,6 +11,7 @@ import aiohttp
 from apt_jax.errors import ConfigError, InvalidRequestError, one_line
 from apt_jax.text.chat import Message
 from serve.cli.completer import TextChunk, without_slo
+from serve.client import NO_KEY
 from serve.errors import CommandError
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.protos.words import cache_kind, finish_reason
@@ -115,6 +116,19 @@ async def open_http(
         yield completer
 
 
+async def speaks_openai(url: str) -> bool:
+    """Return whether a server at this address answers like OpenAI's API, be it only with an error. Sends no key."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
+            session.get(f"{url}/v1/models") as response,
+        ):
+            answer = json.loads(await response.text(errors="replace"))
+    except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError):
+        return False
+    return isinstance(answer, dict) and bool({"data", "error"} & answer.keys())
+
+
 def _tls(tls_ca: str | None) -> ssl.SSLContext | bool:
     if tls_ca is None:
         return True
@@ -131,6 +145,8 @@ def _refused(status: int, text: str) -> Exception:
         message, field = str(error["message"]), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
         message, field = text, None
+    if status == 401:
+        return CommandError(f"401: {NO_KEY}")
     if status == 400 and isinstance(field, str):
         return InvalidRequestError(field, message.removeprefix(f"{field}: "))
     return CommandError(f"{status}: {one_line(message):.300}")

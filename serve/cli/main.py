@@ -79,7 +79,7 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     import grpc  # these imports take most of a second
 
     from serve.cli.flags import Parser
-    from serve.client import is_http_port
+    from serve.client import is_http_port, status_text
 
     prog = f"apt-jax {command}"
     parser = Parser(prog=prog, description=(module.__doc__ or "").strip().split("\n\n")[0])
@@ -98,15 +98,14 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     except (AptJaxError, CommandError) as error:
         return _fail(prog, str(error), 1)
     except grpc.RpcError as error:
-        code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
-        details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else ""
-        if is_http_port(details):
+        if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+            return _fail(prog, "RPC failed", 1)
+        if is_http_port(error.details()):
             or_http = ", or put http:// in front of it" if command == "chat" else ""
             line = f"this port speaks HTTP; give the server's gRPC port (--target), 50051 by default{or_http}"
             return _fail(prog, line, 2)
-        usage = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
-        name = code.name if code is not None else "RPC failed"
-        return _fail(prog, f"{name}: {details}", 2 if usage else 1)
+        usage = error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+        return _fail(prog, status_text(error), 2 if usage else 1)
     except BrokenPipeError:
         # The reader of our output has closed the pipe (`| head`): write nothing more, even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

