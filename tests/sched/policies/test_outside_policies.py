@@ -1,6 +1,7 @@
 """Policies from outside the package: how they are named, found and refused."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import re
@@ -22,6 +23,7 @@ from apt_jax.sched import (
     INTERFACE_VERSION,
     AptPolicy,
     CacheKindSpec,
+    FcfsPolicy,
     Plan,
     RequestTable,
     SchedulerView,
@@ -353,8 +355,14 @@ def tutorial() -> str:
 @pytest.fixture
 def my_policy(tutorial, module) -> str:
     """The policy of the page, in a file as the page says."""
-    (code,) = re.findall(r"```python\n(.*?)```", tutorial, re.DOTALL)
+    code, _ = _programs(tutorial)
     return f"{module(code, 'my_policy')}:ShortestFirst"
+
+
+def _programs(tutorial: str) -> tuple[str, str]:
+    """The policy of the page, and its test."""
+    policy, test = re.findall(r"```python\n(.*?)```", tutorial, re.DOTALL)
+    return policy, test
 
 
 @pytest.mark.seeds
@@ -389,6 +397,16 @@ def test_the_policy_of_the_tutorial_is_shortest_first(my_policy):
     result = simulate(dataclasses.replace(QUICK, policy=my_policy))
     assert result.fallback_iterations == 0
     assert result.summary.num_completed == 10
+
+
+@pytest.mark.usefixtures("my_policy")
+def test_the_test_of_the_tutorial_passes_and_notices_another_policy(tutorial, module, tmp_path, monkeypatch):
+    sys.path.insert(0, str(tmp_path))
+    run = importlib.import_module(module(_programs(tutorial)[1], "test_my_policy"))
+    run.test_the_shortest_prompt_first()
+    monkeypatch.setattr(run, "ShortestFirst", FcfsPolicy)
+    with pytest.raises(AssertionError):
+        run.test_the_shortest_prompt_first()
 
 
 def test_the_commands_of_the_tutorial_run(tutorial, my_policy, capsys):
