@@ -121,7 +121,7 @@ lint: .venv/.ready-dev
 	.venv/bin/python tools/check_words.py
 
 types: .venv/.ready-dev
-	.venv/bin/pyright --project pyproject.toml --pythonpath .venv/bin/python
+	.venv/bin/pyright --project pyproject.toml --pythonpath .venv/bin/python $(FILES)
 
 # What runs on other platforms and on GPUs and TPUs is asked for too.
 audit: .venv/.ready-dev
