@@ -16,6 +16,7 @@ _PROFILER = "start the server with --set profiler_dir=DIR"
 _WEIGHTS = "weights are read when the server starts"
 _NO_TOOLS = "the server runs no tools; clients do"
 _PARSED = "use /v1/chat/completions, which parses them (--tool-call-parser, --reasoning-parser)"
+_DESCRIPTION = "/openapi.json describes the API"
 _LONGEST_COMPARED = 100
 """Length in characters of the longest path that gets a hint."""
 
@@ -129,8 +130,8 @@ ELSEWHERE: dict[str, str] = {
     "/api/web_search": _NO_TOOLS,
     "/api/web_fetch": _NO_TOOLS,
     # pages
-    "/docs": "/openapi.json describes the API",
-    "/redoc": "/openapi.json describes the API",
+    **dict.fromkeys(("/docs", "/redoc", "/scalar", "/swagger", "/swagger-ui", "/swagger.json"), _DESCRIPTION),
+    **dict.fromkeys(("/api-docs", "/openapi", "/openapi.yaml"), _DESCRIPTION),
 }
 """Hint for each path and all paths below it. If the path ends with a slash, the hint is only for the paths below it."""
 
