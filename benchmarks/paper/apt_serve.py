@@ -843,7 +843,7 @@ def table4(runs: Runs) -> None:
 
 
 def _table45_claims(path: Path) -> Rows:
-    """What Tables 4 and 5 say of all their cells, judged on all rows of the table of gains."""
+    """Return the statements of Tables 4 and 5 about all their cells, judged on all rows of the table of gains."""
     with path.open(newline="", encoding="utf-8") as file:
         gains = [
             {**row, **{k: float(row[k]) for k in ("gain", "half_width", "paper_gain")}} for row in csv.DictReader(file)

@@ -193,7 +193,7 @@ def _rates(
 
 
 def _highest_held(found: dict[str, Any]) -> dict[str, Any]:
-    """What a run gave at the highest rate tried that holds 90 %; at the lowest rate tried if none does."""
+    """Return what a run gave at the highest rate tried that holds 90 %; at the lowest rate tried if none does."""
     rate_of = {step: 2 ** (int(step) / 3) for step in found["at"]}
     holds = [step for step, r in found["at"].items() if r["slo"] >= 0.9]
     step = max(holds, key=rate_of.__getitem__) if holds else min(rate_of, key=rate_of.__getitem__)

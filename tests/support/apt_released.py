@@ -19,7 +19,7 @@ LEAST_PENDING_S = 1e-6
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """What the released `SequenceGroup` knows."""
+    """The fields of the released `SequenceGroup` that matter."""
 
     row: int
     rank: int

@@ -51,9 +51,9 @@ LEFTOVER_TOKENS = 64
 """Like `RESERVE_TOKENS`, but for the admission of requests that can no longer attain their SLOs and would be paused
 first."""
 
-_MOST_GIVEN_UP = 8
-"""Maximum number of running requests that a step gives up so that more waiting requests are on time (`forgiven_gaps` =
-0)."""
+_MOST_EXTRA = 8
+"""Maximum number of requests without a miss that a step preempts so that more waiting requests are on time
+(`forgiven_gaps` = 0)."""
 
 
 class AptPlusPolicy:
@@ -87,7 +87,7 @@ class AptPlusPolicy:
             memory.
         forgiven_gaps: number of late gaps that a request may have and still attain its objectives, if its 99th
             percentile allows as many. None: as many as the percentile allows. 0: every gap counts, so requests that have
-            missed an objective are paused for others. A request that has missed none is given up, the largest first, if
+            missed an objective are paused for others. A request that has missed none is preempted too, the largest first, if
             at least two more waiting requests can then start in time; it makes way again from then on.
         two_classes: whether best-effort requests follow rule 5. False: they are treated like real-time requests.
         gap_s: see `GAP_S`.
@@ -262,7 +262,7 @@ class AptPlusPolicy:
         enough = np.where(wanted > 0, np.searchsorted(freed, wanted) + 1, 0)
         cost_s = np.cumsum(table.num_cached[decoding][order]) * per_token_s
         num_cheap = int(np.searchsorted(cost_s, self._allowance_s, side="right"))
-        may_pause = np.count_nonzero(is_free) + np.arange(_MOST_GIVEN_UP if self.forgiven_gaps == 0 else 1)
+        may_pause = np.count_nonzero(is_free) + np.arange(_MOST_EXTRA if self.forgiven_gaps == 0 else 1)
         num_served = np.searchsorted(enough, np.minimum(may_pause, num_cheap), side="right")
         served = int(num_served[(num_served - np.arange(num_served.size)).argmax()])
         if served:

@@ -96,7 +96,7 @@ def test_cases_that_the_seeds_do_not_decide_are_neither_held_nor_failed() -> Non
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0.1, 100))
 def test_no_verdict_with_an_interval_wider_than_its_effect_is_a_reproduction(seeds: list[float], effect: float) -> None:
-    """Of numbers, of gains and of statements about several cases."""
+    """Neither of numbers nor of gains nor of statements about several cases."""
     target = dataclasses.replace(common.targets()["S31-eff"], value=str(effect))
     wide = common.half_width(seeds) > effect
     assert not wide or common.verdict(target, seeds, agrees=True) != "reproduced"

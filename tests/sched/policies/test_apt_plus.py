@@ -234,7 +234,7 @@ def test_a_request_pauses_for_an_urgent_one_only_where_that_costs_no_attainment(
     assert preempted(201, 0.9, 1, forgiven_gaps=1) == []
 
 
-def test_where_every_gap_counts_the_largest_is_given_up_only_for_two_or_more():
+def test_where_every_gap_counts_the_largest_is_preempted_only_for_two_or_more():
     def preempted(num_waiting: int, forgiven_gaps: int) -> list[int]:
         w = urgent_world(101)
         for _ in range(num_waiting - 1):
@@ -246,7 +246,7 @@ def test_where_every_gap_counts_the_largest_is_given_up_only_for_two_or_more():
     assert preempted(2, forgiven_gaps=1) == [0]  # its one late gap is forgiven
     small = urgent_world(50)
     pending(small, small.add(20, 30, ttft_s=1.0), 0.9)
-    assert small.schedule(AptPlusPolicy()).preempt.tolist() == []  # P99 forgives it none, and it is not given up
+    assert small.schedule(AptPlusPolicy()).preempt.tolist() == []  # P99 forgives it none, and nobody else may go
 
 
 def test_the_latest_of_those_that_may_wait_pauses_first():
