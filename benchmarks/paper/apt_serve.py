@@ -738,6 +738,9 @@ _TABLE45_SHAPES = {
 }
 
 
+_TABLE45_CVS = (1.0, 5.0, 10.0)
+
+
 def _table45_size(runs: Runs, shape: tuple[Any, ...]) -> tuple[int, tuple[int, ...]]:
     """Requests and seeds of a cell. LongBench takes three times as long a request as ShareGPT: half the requests, and
     six seeds."""
@@ -765,9 +768,9 @@ def table4(runs: Runs) -> None:
     shapes = [
         (dataset, scale, rate, cv)
         for (dataset, scale), rates in _TABLE45_SHAPES.items()
-        if (dataset, scale) in (runs.cells or _TABLE45_SHAPES)
         for rate in rates
-        for cv in (1.0, 5.0, 10.0)
+        for cv in _TABLE45_CVS
+        if not runs.cells or (dataset, scale, rate, cv) in runs.cells
     ]
     if runs.quick:
         shapes = shapes[:1]
@@ -1268,18 +1271,21 @@ _ALIASES = {"fig1": "fig2", "table5": "table4"}
 """Shown by the same runs."""
 
 
-def _cells(text: str) -> tuple[str, float]:
-    """Parse DATASET:SCALE.
+def _cells(text: str) -> tuple[str, float, float, float]:
+    """Parse DATASET:SCALE:RATE:CV.
 
     Raises:
         ArgumentTypeError: there are no such cells.
     """
-    dataset, _, scale = text.partition(":")
-    for cells in _TABLE45_SHAPES:
-        if (dataset, scale or "1") == (cells[0], f"{cells[1]:g}"):
-            return cells
-    known = ", ".join(f"{d}:{s:g}" for d, s in _TABLE45_SHAPES)
-    raise argparse.ArgumentTypeError(f"{text!r:.60} must be one of {known}")
+    known = {
+        f"{d}:{s:g}:{r:g}:{cv:g}": (d, s, r, cv)
+        for (d, s), rates in _TABLE45_SHAPES.items()
+        for r in rates
+        for cv in _TABLE45_CVS
+    }
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} must be one of {', '.join(known)}")
+    return known[text]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -1297,8 +1303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--cells",
                 nargs="+",
                 type=_cells,
-                metavar="DATASET:SCALE",
-                help="only these cells, as LongBench:1; the others stay in the tables",
+                metavar="DATASET:SCALE:RATE:CV",
+                help="only these cells, as LongBench:1:1.3:1; the others stay in the tables",
             )
     add_options(commands.add_parser("all", help="all of them"), requests=0, seeds=0)
     reporting = commands.add_parser("report", help="the table of targets as Markdown")
