@@ -404,7 +404,7 @@ def test_prefix_caching_needs_names_of_blocks():
     ("text", "message"),
     [
         ("prompt_tokens,output_tokens,hash_ids\n300,2,1 x\n", "line 2: hash_ids='1 x' must be"),
-        ("prompt_tokens,output_tokens,hash_ids\n300,2,99999999999999999999\n", "64 bits"),
+        ("prompt_tokens,output_tokens,hash_ids\n300,2,99999999999999999999\n", "64-bit integers"),
         ("prompt_tokens,output_tokens,hash_ids\n513,2,1 2 3\n", "line 2: 3 hash_ids for 513"),
     ],
 )

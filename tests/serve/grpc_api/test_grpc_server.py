@@ -175,7 +175,7 @@ BAD_SAMPLING = {
     "prompt_logprobs": [-1, 21],
     "structured_outputs": [{}, {"json_object": False}, {"disable_any_whitespace": True}],
 }  # fmt: skip
-NOT_ON_THE_WIRE = {"bad_words", "allowed_token_ids", "truncate_prompt_tokens", "pooling"}
+NOT_ON_THE_WIRE = {"bad_words", "allowed_token_ids", "truncate_prompt_tokens", "pooling", "n"}
 NOT_CHECKED_BY_VALUE = {"seed", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
 
 
