@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -254,3 +255,42 @@ def random_world(rng: np.random.Generator) -> World:
 
 
 __all__ = ["HIDDEN", "KV", "Arrival", "World", "blocks", "contents", "drain", "kinds", "random_world"]
+
+
+def short_run(seed: int, policy: Policy, check: Callable[[Plan, World], object]) -> list[Plan]:
+    """Serve a few requests in a small pool to their end; `check` sees each plan before it is applied.
+
+    Returns the plans.
+    """
+    rng = np.random.default_rng(seed)
+    world = World(
+        num_blocks=int(rng.integers(30, 80)),
+        block_size=4,
+        mode="kv" if seed % 5 == 0 else "hybrid",
+        max_num_seqs=int(rng.integers(3, 12)),
+        max_num_batched_tokens=90,
+        per_token_s=float(rng.choice([0.0, 1e-5, 1e-4, 1e-3])),
+    )
+    arrivals = [
+        Arrival(
+            at_step=int(rng.integers(0, 60)),
+            prompt_len=int(rng.integers(1, 30)),
+            max_tokens=int(rng.integers(1, 30)),
+            ttft_s=float(rng.choice([0.05, 0.2, 1.0])),
+            tbt_s=float(rng.choice([0.03, 0.2])),
+        )
+        for _ in range(int(rng.integers(4, 16)))
+    ]
+    todo, plans = sorted(arrivals, key=lambda a: a.at_step), list[Plan]()
+    for step in range(3000):
+        while todo and todo[0].at_step <= step:
+            a = todo.pop(0)
+            world.add(a.prompt_len, a.max_tokens, ttft_s=a.ttft_s, tbt_s=a.tbt_s)
+        if world.table.live.any():
+            plans.append(world.schedule(policy))
+            check(plans[-1], world)
+            world.apply(plans[-1], seconds=float(rng.uniform(0.005, 0.05)))
+        elif not todo:
+            break
+    assert len(world.finished) == len(arrivals)
+    return plans

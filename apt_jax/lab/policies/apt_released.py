@@ -3,7 +3,7 @@
 Source: `_schedule_greedy` in the scheduler of github.com/eddiegaoo/Apt-Serve.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,27 +196,9 @@ class AptInPassPolicy(AptPolicy):
 
     The paper leaves open where these limits apply: `apt` chooses among the requests that can start in the step, but the
     authors' code ends the greedy pass at the first option that exceeds a limit.
-
-    Args:
-        violation_decay: see `AptPolicy`.
-        prefill_memory: see `AptPolicy`.
-        count_violated: see `AptPolicy`.
-        keep_kind: see `AptPolicy`.
     """
 
     name = "apt-in-pass"
-
-    def __init__(
-        self,
-        violation_decay: float = 0.0,
-        *,
-        prefill_memory: Literal["kv", "held"] | None = None,
-        count_violated: bool = True,
-        keep_kind: bool | None = None,
-    ) -> None:
-        super().__init__(
-            violation_decay, prefill_memory=prefill_memory, count_violated=count_violated, keep_kind=keep_kind
-        )
 
     def _begin(
         self,

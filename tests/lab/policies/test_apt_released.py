@@ -1,5 +1,7 @@
 """`AptReleasedPolicy` decides what a plain transcription of the released scheduler decides (`apt_released`)."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -7,10 +9,10 @@ from apt_jax.sched import Plan, make_policy
 from tests.support.apt_paper import decide
 from tests.support.apt_released import Released
 from tests.support.cases import num_cases
-from tests.support.sched_world import HIDDEN, KV, Arrival, World, drain, random_world
+from tests.support.sched_world import HIDDEN, KV, Arrival, World, drain, random_world, short_run
 
 
-def assert_alike(plan: Plan, released: Released, world: World) -> None:
+def assert_alike(plan: Plan, world: World, released: Released) -> None:
     expected = released.decide(world.view())
     runs = dict(zip(plan.rows.tolist(), plan.kind.tolist(), strict=True))
     assert (plan.iteration == "prefill") == expected.prefill
@@ -27,7 +29,7 @@ def test_the_transcription_decides_the_same_in_random_states():
         world = random_world(rng)
         if world.table.live.any():
             plan = world.schedule(make_policy("apt-released"))
-            assert_alike(plan, Released(), world)
+            assert_alike(plan, world, Released())
             seen[plan.iteration] += 1
             seen["preempt"] += plan.preempt.size > 0
             seen["hidden"] += bool((plan.kind == HIDDEN).any())
@@ -38,46 +40,14 @@ def test_the_transcription_decides_the_same_in_random_states():
 @pytest.mark.seeds
 def test_the_transcription_decides_the_same_in_short_runs():
     """Queues, and the marks of requests that were once chosen with the hidden kind, outlive an iteration."""
-    steps = preempted = hidden = 0
+    plans: list[Plan] = []
     num = num_cases(30, 200)
     for seed in range(num):
-        rng = np.random.default_rng(seed)
-        policy, released = make_policy("apt-released"), Released()
-        world = World(
-            num_blocks=int(rng.integers(30, 80)),
-            block_size=4,
-            mode="kv" if seed % 5 == 0 else "hybrid",
-            max_num_seqs=int(rng.integers(3, 12)),
-            max_num_batched_tokens=90,
-            per_token_s=float(rng.choice([0.0, 1e-5, 1e-4, 1e-3])),
-        )
-        arrivals = [
-            Arrival(
-                at_step=int(rng.integers(0, 60)),
-                prompt_len=int(rng.integers(1, 30)),
-                max_tokens=int(rng.integers(1, 30)),
-                ttft_s=float(rng.choice([0.05, 0.2, 1.0])),
-                tbt_s=float(rng.choice([0.03, 0.2])),
-            )
-            for _ in range(int(rng.integers(4, 16)))
-        ]
-        todo = sorted(arrivals, key=lambda a: a.at_step)
-        for step in range(3000):
-            while todo and todo[0].at_step <= step:
-                a = todo.pop(0)
-                world.add(a.prompt_len, a.max_tokens, ttft_s=a.ttft_s, tbt_s=a.tbt_s)
-            if world.table.live.any():
-                plan = world.schedule(policy)
-                assert_alike(plan, released, world)
-                world.apply(plan, seconds=float(rng.uniform(0.005, 0.05)))
-                preempted += plan.preempt.size
-                hidden += bool((plan.kind == HIDDEN).any())
-                steps += 1
-            elif not todo:
-                break
-        assert len(world.finished) == len(arrivals)
-    assert steps > 25 * num
-    assert min(preempted, hidden) > 2 * num
+        check = functools.partial(assert_alike, released=Released())
+        plans += short_run(seed, make_policy("apt-released"), check)
+    assert len(plans) > 25 * num
+    assert sum(plan.preempt.size for plan in plans) > 2 * num
+    assert sum(bool((plan.kind == HIDDEN).any()) for plan in plans) > 2 * num
 
 
 @pytest.mark.seeds

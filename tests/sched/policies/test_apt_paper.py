@@ -1,12 +1,14 @@
 """`AptPolicy` decides what a plain transcription of the paper's text decides (`apt_paper`), iteration by iteration."""
 
+import functools
+
 import numpy as np
 import pytest
 
 from apt_jax.sched import AptPolicy, Plan, make_policy
 from tests.support.apt_paper import decide
 from tests.support.cases import num_cases
-from tests.support.sched_world import HIDDEN, Arrival, World, random_world
+from tests.support.sched_world import HIDDEN, World, random_world, short_run
 
 READINGS = (
     {"prefill_memory": "kv"},
@@ -46,46 +48,14 @@ def test_the_transcription_decides_the_same_in_random_states():
 
 @pytest.mark.seeds
 def test_the_transcription_decides_the_same_in_short_runs():
-    steps = preempted = 0
+    plans: list[Plan] = []
     num = num_cases(30, 200)
     for seed in range(num):
-        rng = np.random.default_rng(seed)
         reading = dict(READINGS[seed % len(READINGS)])
         policy = AptPolicy(**({"keep_kind": False} | reading))  # pyright: ignore[reportArgumentType]
-        world = World(
-            num_blocks=int(rng.integers(30, 80)),
-            block_size=4,
-            mode="kv" if seed % 5 == 0 else "hybrid",
-            max_num_seqs=int(rng.integers(3, 12)),
-            max_num_batched_tokens=90,
-            per_token_s=float(rng.choice([0.0, 1e-5, 1e-4, 1e-3])),
-        )
-        arrivals = [
-            Arrival(
-                at_step=int(rng.integers(0, 60)),
-                prompt_len=int(rng.integers(1, 30)),
-                max_tokens=int(rng.integers(1, 30)),
-                ttft_s=float(rng.choice([0.05, 0.2, 1.0])),
-                tbt_s=float(rng.choice([0.03, 0.2])),
-            )
-            for _ in range(int(rng.integers(4, 16)))
-        ]
-        todo = sorted(arrivals, key=lambda a: a.at_step)
-        for step in range(3000):
-            while todo and todo[0].at_step <= step:
-                a = todo.pop(0)
-                world.add(a.prompt_len, a.max_tokens, ttft_s=a.ttft_s, tbt_s=a.tbt_s)
-            if world.table.live.any():
-                plan = world.schedule(policy)
-                assert_alike(plan, world, **reading)
-                world.apply(plan, seconds=float(rng.uniform(0.005, 0.05)))
-                preempted += plan.preempt.size
-                steps += 1
-            elif not todo:
-                break
-        assert len(world.finished) == len(arrivals)
-    assert steps > 25 * num
-    assert preempted > 2.5 * num
+        plans += short_run(seed, policy, functools.partial(assert_alike, **reading))
+    assert len(plans) > 25 * num
+    assert sum(plan.preempt.size for plan in plans) > 2.5 * num
 
 
 @pytest.mark.parametrize("mode", ["kv", "hidden"])

@@ -95,7 +95,7 @@ def test_plans_of_variants_keep_their_promises(name, world):
     serve_everything(name, 0.0, world)
 
 
-REDECIDES = ("apt", "apt-s")
+REDECIDES = ("apt", "apt-s", "apt-released", "apt-in-pass")
 """Policies that choose the running requests again in every iteration, as in the paper: each token may cost the
 recomputation of its whole request."""
 
