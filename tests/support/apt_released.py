@@ -138,10 +138,13 @@ class Released:
                 size = math.floor(size / 2)
             if used + size > free:
                 if gain * size > profit:
+                    offers_half = view.kinds[HIDDEN].offered
+                    least = self._half(view, self.waiting[i], sizes[i]) if offers_half else sizes[i]
+                    if not self.running and least > free:
+                        continue  # the exceptions that `AptReleasedPolicy` documents
                     scheduled = []  # the released code stores a tuple here, which matches no request
-                    if not self.running:  # the exception that `AptReleasedPolicy` documents
-                        least = self._half(view, self.waiting[i], sizes[i]) if view.kinds[HIDDEN].offered else sizes[i]
-                        scheduled = [i] if least <= free else []
+                    if not self.running:
+                        scheduled = [i]
                         hidden = {i} if use_hidden or sizes[i] > free else set()
                 break
             if i not in scheduled:

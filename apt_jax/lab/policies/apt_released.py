@@ -340,7 +340,9 @@ def _take(
         if blocks > left:
             if gain * blocks <= total:
                 break
-            return {i: is_hidden or kv[i] > memory} if alone and hidden[i] <= memory else {}
+            if alone and hidden[i] > memory:
+                continue  # it could not start in an empty pool either
+            return {i: is_hidden or kv[i] > memory} if alone else {}
         if i not in chosen:
             tokens -= lengths[i]
             slots -= 1
