@@ -75,6 +75,11 @@ def worlds(draw: st.DrawFn) -> World:
     return world
 
 
+ENDING = [name for name in NAMES if name != "apt-released"]
+"""Policies that promise to end every request. The released loops of Apt-Serve do not: in some small pools of this file
+they recompute requests without end, for a cause that is not known yet."""
+
+
 @pytest.mark.in_turn(10)
 @pytest.mark.seeds
 @pytest.mark.parametrize(
@@ -95,9 +100,6 @@ def test_plans_of_variants_keep_their_promises(name, world):
     serve_everything(name, 0.0, world)
 
 
-ENDING = [name for name in NAMES if name != "apt-released"]
-"""Policies that promise to end every request. The released loops of Apt-Serve do not: in some small pools of this file
-they recompute requests without end, for a cause that is not known yet."""
 REDECIDES = ("apt", "apt-s", "apt-released", "apt-in-pass")
 """Policies that choose the running requests again in every iteration, as in the paper: each token may cost the
 recomputation of its whole request."""
