@@ -131,7 +131,7 @@ def some_seeds(name: str, mode: str, room: str) -> range:
     return range(one, one + 1)
 
 
-EVERY = list(itertools.product(ROOMS, MODES, NAMES))
+EVERY = list(itertools.product(ROOMS, MODES, ENDING))
 QUICK = {(list(ROOMS)[(NAMES.index(name) + i) % 3], mode, name) for name in ENDING for i, mode in enumerate(MODES)}
 QUICK |= {
     (room, mode, name) for room, mode, name in EVERY if name in LEADING and (room, mode) == ("smallest", "hybrid")
