@@ -79,6 +79,9 @@ class AptReleasedPolicy:
 
     def schedule(self, view: SchedulerView) -> Plan:
         decoding, partial = split_running(view)
+        # A prompt computed in chunks may have a single token left: it does not decode yet.
+        ends_prompt = view.table.tokens_since_preemption.take(decoding) == 0
+        partial, decoding = np.concatenate([partial, decoding[ends_prompt]]), decoding[~ends_prompt]
         waiting, decoding = self._in_order(view, view.waiting), self._in_order(view, decoding)
         rows = np.concatenate([waiting, partial, decoding])
         if not rows.size:

@@ -77,6 +77,14 @@ def test_hidden_caches_are_given_up_at_the_first_decode_step():
     assert plan.preempt.tolist() == [row]
 
 
+def test_a_prompt_in_chunks_keeps_its_cache_for_its_last_token():
+    """Of 33 tokens in chunks of 16 one is left, which looks like a decode and is none."""
+    world = World(num_blocks=100, max_num_batched_tokens=16)
+    row = world.hold(world.add(33, 50), HIDDEN, cached=32)
+    plan = world.schedule(make_policy("apt-released"))
+    assert (plan.rows.tolist(), plan.num_tokens.tolist(), plan.preempt.tolist()) == ([row], [1], [])
+
+
 def test_the_pass_ends_at_the_first_prompt_that_exceeds_the_step():
     """`apt` goes on to options of less memory; the released pass ends, even for a change to keys and values."""
     world = World(num_blocks=100, max_num_batched_tokens=25)
