@@ -191,6 +191,19 @@ def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
     return view.running[remaining == 1], view.running[remaining > 1]
 
 
+def split_by_phase(view: SchedulerView) -> tuple[Rows, Rows]:
+    """Return the running rows that have a token since they started, and the rows whose prompt is not yet computed.
+
+    Unlike in `split_running`, a prompt of which chunks have left a single token does not count as decoding. A policy
+    that chooses kinds again in decode steps could otherwise drop it before its first token, over and over.
+    """
+    decoding, partial = split_running(view)
+    ends_prompt = view.table.tokens_since_preemption.take(decoding) == 0
+    if not ends_prompt.any():
+        return decoding, partial
+    return decoding[~ends_prompt], np.concatenate([partial, decoding[ends_prompt]])
+
+
 class StepPacker:
     """Collects the rows of one step within its limits of tokens, slots and blocks.
 

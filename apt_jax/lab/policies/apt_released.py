@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.sched.knapsack.greedy import increments
+from apt_jax.sched.knapsack.problem import NOT_CHOSEN, KnapsackProblem
 from apt_jax.sched.policies.apt import AptPolicy
 from apt_jax.sched.step_packer import (
     RequestNotes,
@@ -18,7 +20,7 @@ from apt_jax.sched.step_packer import (
     decode_plan,
     growth,
     resolve_prefill_deadlock,
-    split_running,
+    split_by_phase,
     start_options,
     target_tokens,
 )
@@ -78,10 +80,7 @@ class AptReleasedPolicy:
         self._first, self._last = 0, 0
 
     def schedule(self, view: SchedulerView) -> Plan:
-        decoding, partial = split_running(view)
-        # A prompt computed in chunks may have a single token left: it does not decode yet.
-        ends_prompt = view.table.tokens_since_preemption.take(decoding) == 0
-        partial, decoding = np.concatenate([partial, decoding[ends_prompt]]), decoding[~ends_prompt]
+        decoding, partial = split_by_phase(view)
         waiting, decoding = self._in_order(view, view.waiting), self._in_order(view, decoding)
         rows = np.concatenate([waiting, partial, decoding])
         if not rows.size:
@@ -214,38 +213,28 @@ class AptInPassPolicy(AptPolicy):
     ) -> tuple[Rows, NDArray[np.int8]]:
         rows = view.waiting
         value = option_values(view, rows, urgent, num_requests, self.violation_decay)
-        cost = start_options(view, rows, target_tokens(view, rows, 1))
-        lengths = np.minimum(view.remaining(rows, KV), view.max_num_batched_tokens)
-        options = _increments(value, cost, memory)
-        chosen = _take(options, cost.T[[KV, HIDDEN]], lengths.tolist(), tokens, slots, memory, alone=True)
-        kind = np.where(list(chosen.values()), HIDDEN, KV)
-        return rows[list(chosen)], kind.astype(np.int8)
-
-
-def _increments(value: NDArray[np.float64], cost: NDArray[np.int32], memory: int) -> list[_Option]:
-    """Return the increments of Apt-Serve §5 in decreasing order of gain, without options larger than `memory`.
-
-    Args:
-        value: (n, num_kinds) values of the options.
-        cost: (n, num_kinds) numbers of blocks of the options.
-        memory: number of free blocks.
-    """
-    value = np.where(cost <= memory, value, -np.inf)
-    kv, hidden = value[:, KV], value[:, HIDDEN]
-    to_kv, to_hidden = kv / cost[:, KV], hidden / cost[:, HIDDEN]
-    is_first_hidden = to_hidden >= to_kv
-    upgrade = is_first_hidden & (kv > hidden) & (cost[:, KV] > cost[:, HIDDEN])
-    with np.errstate(divide="ignore", invalid="ignore"):  # of rows without the option
-        more = (kv - hidden) / (cost[:, KV] - cost[:, HIDDEN])
-    request = np.concatenate([np.arange(kv.size), np.flatnonzero(upgrade)])
-    is_hidden = np.concatenate([is_first_hidden, np.zeros(int(upgrade.sum()), np.bool_)])
-    gain = np.concatenate([np.maximum(to_kv, to_hidden), more[upgrade]])
-    order = np.argsort(-gain, kind="stable")
-    order = order[gain[order] > 0]
-    return [
-        _Option(i, h, g, False)
-        for i, h, g in zip(request[order].tolist(), is_hidden[order].tolist(), gain[order].tolist(), strict=True)
-    ]
+        problem = KnapsackProblem(value, start_options(view, rows, target_tokens(view, rows, 1)), memory)
+        nothing = np.zeros(rows.size, np.int64)
+        theta, request, column, gain, blocks = increments(problem, nothing.astype(np.float64), nothing)
+        order = np.argsort(-theta, kind="stable")
+        request, column, gain, blocks = request[order], column[order], gain[order], blocks[order]
+        lengths = np.minimum(view.remaining(rows, KV), view.max_num_batched_tokens)[request]
+        starts = np.zeros(request.size, np.int64)
+        starts[np.unique(request, return_index=True)[1]] = 1
+        num_before = np.cumsum(starts) - starts
+        tokens_before = np.cumsum(starts * lengths) - starts * lengths
+        is_full = (tokens_before + lengths > tokens) | (num_before >= slots)
+        is_over = np.cumsum(blocks) > memory
+        ends = np.flatnonzero(is_full | is_over)
+        num = int(ends[0]) if ends.size else request.size
+        if num < request.size and not is_full[num] and gain[num] > gain[:num].sum():  # the alternative of Algorithm 1
+            first = request[num : num + 1]
+            fits = np.where(problem.cost[first] <= memory, problem.value[first], -np.inf)
+            return rows[first], fits.argmax(axis=1).astype(np.int8)
+        kind = np.full(rows.size, NOT_CHOSEN, np.int8)
+        kind[request[:num]] = column[:num]  # in order: the last increment of a request stays
+        chosen = request[:num][starts[:num] > 0]
+        return rows[chosen], kind[chosen]
 
 
 def _cost(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32], shared: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -51,7 +51,7 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     """
     kind, value, cost = _take_free_options(problem)
     capacity = problem.capacity
-    theta, request, column, gain, blocks = _increments(problem, value, cost)
+    theta, request, column, gain, blocks = increments(problem, value, cost)
     if blocks.sum() <= capacity:
         kind[request] = column  # NumPy assigns in order: the last increment of a request stays
         return Schedule.of(problem, kind)
@@ -101,7 +101,7 @@ def _take_free_options(
     return kind, value, np.zeros(n, np.int64)
 
 
-def _increments(
+def increments(
     problem: KnapsackProblem, value: NDArray[np.float64], cost: NDArray[np.int64]
 ) -> tuple[
     NDArray[np.float64],

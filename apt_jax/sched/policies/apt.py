@@ -16,7 +16,7 @@ from apt_jax.sched.step_packer import (
     growth,
     held_blocks_for,
     resolve_prefill_deadlock,
-    split_running,
+    split_by_phase,
     start_options,
     target_tokens,
 )
@@ -91,7 +91,7 @@ class AptPolicy:
         self.converts = convert
 
     def schedule(self, view: SchedulerView) -> Plan:
-        decoding, partial = split_running(view)
+        decoding, partial = split_by_phase(view)
         rows = np.concatenate([view.waiting, partial, decoding])
         if not rows.size:
             return Plan.idle()

@@ -10,7 +10,7 @@ from apt_jax.sched.step_packer import (
     StepPacker,
     growth,
     resolve_prefill_deadlock,
-    split_running,
+    split_by_phase,
     start_options,
     target_tokens,
 )
@@ -59,7 +59,7 @@ class AptSPolicy(AptPolicy):
 
     def schedule(self, view: SchedulerView) -> Plan:
         table = view.table
-        decoding, partial = split_running(view)
+        decoding, partial = split_by_phase(view)
         rows = np.concatenate([decoding, partial, view.waiting])
         if not rows.size:
             return Plan.idle()
