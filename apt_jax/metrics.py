@@ -147,7 +147,7 @@ class RequestRecord:
     def tbt_drop_first_s(self) -> float | None:
         return p99_tbt_drop_first_s(self.token_times_s)
 
-    @property
+    @functools.cached_property
     def longest_gap_s(self) -> float | None:
         """Return the longest gap between the request's tokens, in seconds; None: fewer than two tokens."""
         return max(gaps_s(self.token_times_s), default=None)
