@@ -78,7 +78,7 @@ def test_hidden_caches_are_given_up_at_the_first_decode_step():
 
 
 def test_a_prompt_in_chunks_keeps_its_cache_for_its_last_token():
-    """Of 33 tokens in chunks of 16 one is left, which looks like a decode and is none."""
+    """One of 33 tokens in chunks of 16 is left, which looks like a decode step and is none."""
     world = World(num_blocks=100, max_num_batched_tokens=16)
     row = world.hold(world.add(33, 50), HIDDEN, cached=32)
     plan = world.schedule(make_policy("apt-released"))
