@@ -43,11 +43,15 @@ def programs_are_kept() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def make_executor(num_devices: int = 1, *, load_executables: bool = True) -> JaxExecutor:
+def make_executor(num_devices: int = 1, *, load_executables: bool = True, weights: str = "float32") -> JaxExecutor:
+    """Make an executor with `weights`: a dtype, or int8 for quantized ones."""
+    dtype = "float32" if weights == "int8" else weights
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), _PARAMS)
     executor = JaxExecutor(
-        _PARAMS, _CONFIG, cache=CacheConfig(mode="kv", block_size=BLOCK, num_blocks_override=100),
+        params, _CONFIG, cache=CacheConfig(mode="kv", block_size=BLOCK, num_blocks_override=100),
         max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128, mixed=False,
         mesh=None if num_devices == 1 else parallel.tensor_mesh(num_devices), load_executables=load_executables, keep_params=True,
+        quantization="int8" if weights == "int8" else None,
     )  # fmt: skip
     return few_programs(executor)
 
@@ -70,9 +74,9 @@ def greedy_tokens(executor: JaxExecutor) -> list[int]:
     return driver.tokens[0][20:]
 
 
-def start(num_devices: int = 1) -> dict[str, Any]:
+def start(num_devices: int = 1, weights: str = "float32") -> dict[str, Any]:
     """Prepare an executor and generate with it."""
-    executor = make_executor(num_devices)
+    executor = make_executor(num_devices, weights=weights)
     events: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration_secs, **_: events.append(event.rpartition("/")[2])

@@ -73,12 +73,13 @@ def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
 # --- starts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_later_start_traces_and_lowers_nothing_and_has_the_same_tokens(directory, monkeypatch):
-    first = start()
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "float16", "int8"])
+def test_a_later_start_traces_and_lowers_nothing_and_has_the_same_tokens(directory, monkeypatch, weights):
+    first = start(weights=weights)
     assert first["loaded"] == 0
     assert first["traced"] > 0
     monkeypatch.setattr(ProgramCall, "lower", None)
-    later = start()
+    later = start(weights=weights)
     assert later == first | {"loaded": first["programs"], "traced": 0}
     assert later["compilations"] == 0
 
@@ -193,12 +194,13 @@ def _pickle_of(module: str, name: str) -> bytes:
         pickle.dumps(Call(eval, "1")),
         pickle.dumps(Call(print, "")),
         _pickle_of("numpy", "memmap"),
+        _pickle_of("ml_dtypes", "finfo"),
         _pickle_of("apt_jax.cpu.compiler", "subprocess.Popen"),
         _pickle_of("apt_jax.models.loading.resolve", "Path"),
         _pickle_of("apt_jax.utils.cache_dir", "read_private"),
         _pickle_of("jax._src.mesh", "Mesh.mro"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_an_entry_names_only_what_describes_arguments(directory, made, caplog):
     counter = Counter()
