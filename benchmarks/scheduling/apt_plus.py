@@ -374,7 +374,7 @@ def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 COMMANDS = {
     # name: (function, requests a run, seeds, traces)
     "rates": (rates, 500, 10, TUNED),
-    "long": (long, 0, 6, ("sharegpt", "longbench", "humaneval", "wikitext", "bros-sharegpt", "bros-lmsys")),
+    "long": (long, 1000, 6, ("sharegpt", "longbench", "humaneval", "wikitext", "bros-sharegpt", "bros-lmsys")),
     "cells": (cells, 500, 5, tuple(TRACES)),
     "strict": (strict, 500, 6, tuple(TRACES)),
     "parts": (parts, 500, 5, TUNED),
