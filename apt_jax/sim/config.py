@@ -22,12 +22,18 @@ class SimulationConfig:
     trace: str = option("sharegpt", metavar="NAME|FILE")
     """Name from `apt_jax.sim.trace.known_traces`, or a CSV file."""
     rate: float | None = option(None, metavar="R", positive=True, high=1e9, rule="be positive requests/s")
-    """Requests per second; recorded arrivals are rescaled to it; required for a trace without arrivals, unless --rates
-    or --find-rate is given."""
+    """Requests per second, or sessions per second of a trace of sessions; recorded arrivals are rescaled to it;
+    required for a trace without arrivals, unless --rates, --find-rate or --concurrent-sessions is given."""
     cv: float | None = option(None, metavar="CV", positive=True, low=0.05, high=100)
     """Coefficient of variation of the gaps between arrivals (Gamma; 1: Poisson; default: recorded arrivals, else 1)."""
     num_requests: int = option(1000, metavar="N", positive=True, low=1)
     """Number of requests, drawn from the trace at random; with recorded arrivals the first N requests of the trace."""
+    num_sessions: int = option(20, metavar="N", positive=True, low=1)
+    """Number of sessions, drawn at random from a trace of sessions (docs/lab/sessions.md)."""
+    concurrent_sessions: int | None = option(None, metavar="N", positive=True, low=1)
+    """Number of sessions held constant: the next begins when one has ended. The first N begin within a minute."""
+    max_think_s: float | None = option(None, metavar="SECONDS", low=0, high=30 * 86400)
+    """Longest time between an answer and the next call of a session; longer ones are cut (default: as recorded)."""
     seed: int = option(0, metavar="SEED", low=0)
     """Random seed of requests and arrivals."""
     policy: str = option("apt", flag="--scheduling-policy", metavar="POLICY[,POLICY...]")
@@ -50,6 +56,8 @@ class SimulationConfig:
     slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)  # noqa: RUF009 - frozen
     output_scale: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive")
     """Factor on output lengths."""
+    scale_tokens: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive")
+    """Factor on prompt and output lengths, such as 1/64 for a small machine; prompts share as large a part as before."""
     max_tokens: int | None = option(None, metavar="N", positive=True, low=1)
     """max_tokens of each request, limited to the positions left in the model and the pool; a request ends at its output
     length in the trace, which no policy knows, or is cut off at max_tokens (default: max_tokens is the output length in
@@ -80,8 +88,9 @@ class SimulationConfig:
     share_blocks: bool = option(True)
     """Let real-time and best-effort requests share blocks; needs swap space and a policy that shares blocks (bros)
     (default: on)."""
-    hash_block_tokens: int = option(512, metavar="N", positive=True, low=1)
-    """Prompt tokens per entry of the trace's hash_ids; 512 in Mooncake's traces."""
+    hash_block_tokens: int | None = option(None, metavar="N", positive=True, low=1)
+    """Prompt tokens per entry of the trace's hash_ids, or per block that calls of a session share (default: 512, as in
+    Mooncake's traces; 64 for sessions)."""
     tenants: int = option(1, metavar="N", positive=True, low=1)
     """Number of tenants that send requests, for the policy vtc; the first tenant sends twice as many requests as the
     second, three times as many as the third, and so on (Zipf's law)."""

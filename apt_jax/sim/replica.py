@@ -112,15 +112,20 @@ class Replica:
         )
         self.next_s = max(self._clock.now_s(), request.arrival_s)
 
-    def turn(self) -> tuple[list[StepOutput], int]:
-        """Run one iteration of the engine; return its outputs and the number of newly arrived requests it rejected."""
+    @property
+    def now_s(self) -> float:
+        """Time on the replica's clock, in seconds."""
+        return self._clock.now_s()
+
+    def turn(self) -> tuple[list[StepOutput], list[EngineRequest]]:
+        """Run one iteration of the engine; return its outputs and the newly arrived requests that it rejected."""
         self._clock.advance_to(self.next_s)
-        num_rejected = 0
+        rejected = []
         for request in self._inbox:
             try:
                 self.engine.add_request(request)
             except InvalidRequestError:
-                num_rejected += 1
+                rejected.append(request)
         self._inbox.clear()
         self._pending = PendingArrivals()
         before, began_s = self.executor.num_steps, self._clock.now_s()
@@ -132,4 +137,4 @@ class Replica:
                 self.hidden_tokens += int(np.count_nonzero(plan.kind == HIDDEN))
         elif not outputs and self._clock.now_s() == began_s:  # and no earlier step has finished either
             self.next_s += IDLE_S
-        return outputs, num_rejected
+        return outputs, rejected

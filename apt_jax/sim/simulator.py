@@ -34,7 +34,7 @@ from apt_jax.engine import Engine
 from apt_jax.engine.batch import PlainReserver, reserver_for
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import RequestRecord, Summary, summarize
-from apt_jax.request import EngineRequest, RequestMetrics
+from apt_jax.request import RequestMetrics
 from apt_jax.sched import Policy, make_policy
 from apt_jax.sim.attainable import Attainable, attainable
 from apt_jax.sim.config import SimulationConfig
@@ -43,12 +43,13 @@ from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.host_link import block_bytes, num_host_blocks, with_transfers
 from apt_jax.sim.replica import Replica, ReplicaCounts, TimedExecutor
 from apt_jax.sim.routing import ROUTING_POLICIES, Router
+from apt_jax.sim.sessions import SessionSummary, alone_s, summarize_sessions
 from apt_jax.sim.trace import load_trace
 from apt_jax.sim.workload import (
+    Arrivals,
     TraceEnds,
     Workload,
     drop_oversized,
-    engine_requests,
     longest_request,
     sample_workload,
     with_distinct_prompts,
@@ -119,6 +120,8 @@ class SimulationResult:
     by_class: dict[str, Summary] = dataclasses.field(default_factory=dict)
     """Summary of the real-time requests ("rt") and of the best-effort requests ("be"); empty if all requests have the
     same class."""
+    sessions: SessionSummary | None = None
+    """Completion times of sessions; None: the trace has none."""
 
     @property
     def slo_attainment(self) -> float:
@@ -181,6 +184,7 @@ class SimulationResult:
             "replicas": [dataclasses.asdict(replica) for replica in self.replicas],
             "tenants": [dataclasses.asdict(tenant) for tenant in self.tenants],
             "by_class": {name: summary.as_dict() for name, summary in self.by_class.items()},
+            **({} if self.sessions is None else {"sessions": dataclasses.asdict(self.sessions)}),
         }
 
 
@@ -262,7 +266,7 @@ def simulate(
         raise ConfigError("a policy object serves one replica: name the policy in the configuration")
     bound: Attainable | None = None
     of_cost_model = executor is None and step_s is None and hardware.programs is None
-    alike = workload.slos is None and not workload.best_effort.any() and not prefixes
+    alike = workload.slos is None and not workload.best_effort.any() and not prefixes and workload.calls is None
     if of_cost_model and alike:
         bound = attainable(
             workload.arrival_s,
@@ -320,13 +324,13 @@ def simulate(
         return Replica(engine, timed, clock, overlap)
 
     replicas = [replica() for _ in range(config.replicas)]
-    sent = engine_requests(workload, config, longest_request(hardware, config))
-    requests, routed_to = _run(replicas, sent, ROUTING_POLICIES[config.routing_policy](), progress, on_step)
+    arrivals = Arrivals(workload, config, longest_request(hardware, config))
+    requests, routed_to = _run(replicas, arrivals, ROUTING_POLICIES[config.routing_policy](), progress, on_step)
     records = [
-        RequestRecord(arrival_s=request.arrival_s, ok=False, slo=request.slo)
-        if metrics is None
+        RequestRecord(arrival_s=arrival_s, ok=False, slo=arrivals.slo(i))
+        if (metrics := requests[i]) is None
         else RequestRecord.from_metrics(metrics, ok=metrics.finished_s is not None)
-        for request, metrics in zip(sent, requests, strict=True)
+        for i, arrival_s in enumerate(arrivals.arrival_s.tolist())
     ]
     summary = summarize(records)
     stats = [replica.engine.stats() for replica in replicas]
@@ -379,6 +383,20 @@ def simulate(
         routed_to=routed_to,
         tenants=_by_tenant(workload.tenant, records),
         by_class=_by_class(workload.best_effort, records),
+        sessions=None
+        if workload.calls is None
+        else summarize_sessions(
+            workload.calls,
+            records,
+            alone_s(
+                workload.calls,
+                workload.prompt_tokens,
+                workload.output_tokens,
+                workload.shared_tokens(config),
+                costs,
+                budget,
+            ),
+        ),
     )
 
 
@@ -437,36 +455,40 @@ def _bounds(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
 
 def _run(
     replicas: Sequence[Replica],
-    requests: Sequence[EngineRequest],
+    arrivals: Arrivals,
     route: Router,
     progress: Callable[[int, int], None] | None,
     on_step: Callable[[Engine], None] | None,
 ) -> tuple[list[RequestMetrics | None], NDArray[np.int32]]:
     """Serve all requests; return the metrics of each, and the index of the replica that each was routed to."""
-    n = len(requests)
+    n = arrivals.num_requests
     metrics: list[RequestMetrics | None] = [None] * n
     routed_to = np.zeros(n, np.int32)
     if len(replicas) > 1:
         for replica in replicas:
             replica.watch()
-    sent = ended = turns = 0
+    ended = turns = 0
     while ended < n:
         replica = min(replicas, key=lambda replica: replica.next_s)
-        if sent < n and requests[sent].arrival_s <= replica.next_s:
-            request = requests[sent]
+        if arrivals.next_s <= replica.next_s:
+            request = arrivals.take()
+            index = int(request.request_id)
             if len(replicas) > 1:
                 states = [replica.state(request.arrival_s) for replica in replicas]
-                routed_to[sent] = route(request, states)
-            replicas[routed_to[sent]].send(request)
-            sent += 1
+                routed_to[index] = route(request, states)
+            replicas[routed_to[index]].send(request)
             continue
         before = replica.executor.num_steps
-        outputs, num_rejected = replica.turn()
-        ended += num_rejected
+        outputs, rejected = replica.turn()
+        for request in rejected:
+            arrivals.ended(int(request.request_id), replica.now_s)
+        ended += len(rejected)
         for output in outputs:
             if output.finish_reason is not None:
-                metrics[int(output.request.request_id)] = output.metrics
-                ended += 1
+                index, ended = int(output.request.request_id), ended + 1
+                metrics[index] = output.metrics
+                finished_s = output.metrics.finished_s
+                arrivals.ended(index, replica.now_s if finished_s is None else finished_s)
         if on_step is not None and replica.executor.num_steps > before:
             on_step(replica.engine)
         turns += 1

@@ -2,7 +2,7 @@
 
 A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_tokens` and optionally `arrival_s`
 (seconds, in ascending order), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds the
-bundled traces of the papers, one file per name.
+bundled traces of the papers, one file per name. `apt_jax.sim.sessions` has the columns of traces of sessions.
 
 `hash_ids` are integers, separated by spaces, one per block of `block_tokens` prompt tokens (`prompts_of`). Requests
 that start with the same integers start with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
@@ -17,7 +17,7 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
+from apt_jax.sim import catalog, sessions, trace_formats
+from apt_jax.sim.sessions import Calls, scramble
 from apt_jax.utils.text_files import decode
 
 _MAX_TOKENS = 10_000_000
-_COLUMNS = ("prompt_tokens", "output_tokens", "arrival_s", "class", "hash_ids")
+_COLUMNS = (
+    "prompt_tokens", "output_tokens", "arrival_s", "class", "hash_ids", *sessions.COLUMNS, *sessions.OPTIONAL_COLUMNS
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,15 +49,20 @@ class Trace:
     """True for requests of class "be"; None: all are real-time."""
     hash_ids: Sequence[NDArray[np.int64]] | None = None
     """Identifiers of the blocks of each prompt, in order; None: the contents are unknown."""
+    block_tokens: int = 512
+    """Prompt tokens per block of `hash_ids`, or per block that calls of a session share, if nothing else is given."""
     lines: NDArray[np.int32] | None = None
     """Line number of each request in the file, for error messages."""
+    calls: Calls | None = None
+    """Sessions of the requests; None: requests do not wait for each other."""
 
     @property
     def num_requests(self) -> int:
         return self.prompt_tokens.size
 
-    def take(self, index: NDArray[np.integer]) -> "Trace":
-        """Return a trace of the requests with these indices, in this order."""
+    def take(self, index: NDArray[np.integer], calls: Calls | None = None) -> "Trace":
+        """Return a trace of the requests with these indices, in this order; of a trace of sessions with their
+        `calls`."""
 
         def pick(values: NDArray | None) -> NDArray | None:
             return None if values is None else values[index]
@@ -65,15 +74,37 @@ class Trace:
             arrival_s=pick(self.arrival_s),
             best_effort=pick(self.best_effort),
             hash_ids=None if self.hash_ids is None else [self.hash_ids[i] for i in index.tolist()],
+            block_tokens=self.block_tokens,
             lines=pick(self.lines),
+            calls=calls,
         )
+
+    def without(self, removed: NDArray[np.bool_]) -> "Trace":
+        """Return the trace without the requests of a mask; of sessions, without all that would follow them."""
+        if self.calls is None:
+            return self.take(np.flatnonzero(~removed))
+        calls, index = self.calls.without(removed)
+        return self.take(index, calls)
 
     def scale_outputs(self, factor: float) -> "Trace":
         """Return the trace with output lengths multiplied by `factor`, rounded, at least one token each."""
         if factor == 1.0:
             return self
-        scaled = np.maximum(np.rint(self.output_tokens * factor), 1).astype(np.int32)
-        return dataclasses.replace(self, output_tokens=scaled)
+        return dataclasses.replace(self, output_tokens=_scaled(self.output_tokens, factor))
+
+    def scale_tokens(self, factor: float) -> "Trace":
+        """Return the trace with prompt and output lengths multiplied by `factor`, rounded, at least one token each."""
+        if factor == 1.0:
+            return self
+        return dataclasses.replace(
+            self,
+            prompt_tokens=_scaled(self.prompt_tokens, factor),
+            output_tokens=_scaled(self.output_tokens, factor),
+        )
+
+
+def _scaled(lengths: NDArray[np.int32], factor: float) -> NDArray[np.int32]:
+    return np.maximum(np.rint(lengths * factor), 1).astype(np.int32)
 
 
 # --- synthetic lengths ---------------------------------------------------------------------------------------------
@@ -132,7 +163,7 @@ def known_traces() -> list[str]:
     """Return the trace names that `load_trace` accepts, sorted."""
     folder = resources.files("apt_jax.sim") / "traces"
     bundled = [f.name.removesuffix(".csv.gz") for f in folder.iterdir() if f.name.endswith(".csv.gz")]
-    return sorted([*bundled, *SYNTHETIC])
+    return sorted([*bundled, *SYNTHETIC, *catalog.NAMES])
 
 
 def load_trace(name: str | Path) -> Trace:
@@ -146,6 +177,9 @@ def load_trace(name: str | Path) -> Trace:
     if known is not None:
         return known
     path = Path(text)
+    if trace_formats.is_other_format(text):
+        header, rows = trace_formats.read_rows(path)
+        return _trace(header, enumerate(rows, 1), text)
     if not os.path.isfile(path):
         if path.suffix or "/" in text:
             raise ConfigError(f"{text:.200}: no such file (--trace)")
@@ -167,6 +201,8 @@ def _known_trace(name: str) -> Trace | None:
     """Return the trace of this name with read-only arrays; None if the name is unknown."""
     if name in SYNTHETIC:
         trace = _synthetic(name)
+    elif name in catalog.NAMES:
+        trace = Trace(name=name, **catalog.generate(name)._asdict())
     else:
         if name not in known_traces():
             return None
@@ -184,7 +220,12 @@ def _parse(text: str, name: str) -> Trace:
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.reader(io.StringIO(text), strict=True)
     rows = _rows(reader, name)
-    header = [column.strip() for column in next(rows, [])]
+    _, header = next(rows, (0, []))
+    return _trace([column.strip() for column in header], rows, name)
+
+
+def _trace(header: Sequence[str], rows: Iterable[tuple[int, Sequence[str]]], name: str) -> Trace:
+    """Return the trace that the cells of a file describe; each row comes with its line number."""
     missing = [c for c in ("prompt_tokens", "output_tokens") if c not in header]
     if missing:
         raise ConfigError(
@@ -199,14 +240,18 @@ def _parse(text: str, name: str) -> Trace:
     best_effort: list[bool] = []
     hash_ids: list[NDArray[np.int64]] = []
     lines: list[int] = []
-    for row in rows:
+    of_sessions: dict[str, list[str]] = {}
+    if all(column in at for column in sessions.COLUMNS):
+        of_sessions = {c: [] for c in (*sessions.COLUMNS, *sessions.OPTIONAL_COLUMNS) if c in at}
+    for line, row in rows:
         if not any(cell.strip() for cell in row):
             continue
-        line = reader.line_num
         if len(row) < len(header):
             raise ConfigError(f"{name} line {line}: {len(row)} values for {len(header)} columns (--trace)")
         for column, values in lengths.items():
-            values.append(_length(row[at[column]], name, line, column))
+            # Recorded sessions have answers that were cut off at once.
+            low = 0 if of_sessions and column == "output_tokens" else 1
+            values.append(max(_length(row[at[column]], name, line, column, low), 1))
         if "arrival_s" in at:
             arrival_s = _number(row[at["arrival_s"]], name, line)
             if arrivals and arrival_s < arrivals[-1]:
@@ -221,10 +266,12 @@ def _parse(text: str, name: str) -> Trace:
             best_effort.append(cell == "be")
         if "hash_ids" in at:
             hash_ids.append(_hashes(row[at["hash_ids"]], name, line))
+        for column, cells in of_sessions.items():
+            cells.append(row[at[column]])
         lines.append(line)
     if not lines:
         raise ConfigError(f"{name}: holds no request (--trace)")
-    return Trace(
+    trace = Trace(
         name=name,
         prompt_tokens=np.array(lengths["prompt_tokens"], np.int32),
         output_tokens=np.array(lengths["output_tokens"], np.int32),
@@ -233,9 +280,16 @@ def _parse(text: str, name: str) -> Trace:
         hash_ids=hash_ids or None,
         lines=np.array(lines, np.int32),
     )
+    if not of_sessions:
+        return trace
+    calls, index = sessions.read_calls(of_sessions, lines, lengths["prompt_tokens"], name)
+    # Calls arrive after the answers before them, whatever the file says.
+    return dataclasses.replace(
+        trace.take(index, calls), arrival_s=None, hash_ids=None, block_tokens=sessions.BLOCK_TOKENS
+    )
 
 
-def _rows(reader: Any, name: str) -> Iterator[list[str]]:
+def _rows(reader: Any, name: str) -> Iterator[tuple[int, list[str]]]:
     while True:
         begin = reader.line_num + 1
         try:
@@ -246,17 +300,17 @@ def _rows(reader: Any, name: str) -> Iterator[list[str]]:
             ) from None
         if row is None:
             return
-        yield row
+        yield reader.line_num, row
 
 
-def _length(cell: str, name: str, line: int, column: str) -> int:
+def _length(cell: str, name: str, line: int, column: str, low: int) -> int:
     try:
         value = int(cell)
     except ValueError:
-        value = 0
-    if not 1 <= value <= _MAX_TOKENS:
+        value = low - 1
+    if not low <= value <= _MAX_TOKENS:
         raise ConfigError(
-            f"{name} line {line}: {column}={cell.strip()!r:.40} must be a whole number of at least 1 (--trace)"
+            f"{name} line {line}: {column}={cell.strip()!r:.40} must be a whole number of at least {low} (--trace)"
         )
     return value
 
@@ -270,44 +324,39 @@ def _hashes(cell: str, name: str, line: int) -> NDArray[np.int64]:
         ) from None
 
 
-def prompts_of(trace: Trace, block_tokens: int) -> list[NDArray[np.int32]]:
+def prompts_of(trace: Trace, block_tokens: int, scale: float = 1.0) -> list[NDArray[np.int32]]:
     """Make token ids for each prompt from its `hash_ids`; blocks are equal if and only if their identifiers are.
 
-    Positions [j * block_tokens, (j + 1) * block_tokens) are block j. Tokens after the last identified block are unique
-    to the request.
+    Positions [j * block_tokens, (j + 1) * block_tokens) are block j, scaled. Tokens after the last identified block are
+    unique to the request.
 
     Args:
         trace: a trace that has `hash_ids`.
-        block_tokens: prompt tokens per block.
+        block_tokens: prompt tokens per block, before scaling.
+        scale: factor that prompt lengths were scaled with.
 
     Raises:
         ConfigError: a request has more `hash_ids` than its prompt has blocks.
     """
     assert trace.hash_ids is not None
+    per_token = 1.0 / (block_tokens * scale)
     prompts = []
     for i, (length, names) in enumerate(zip(trace.prompt_tokens.tolist(), trace.hash_ids, strict=True)):
-        num_blocks = -(-length // block_tokens)
-        if names.size > num_blocks:
+        num_blocks = math.ceil(length * per_token)
+        if names.size > num_blocks + (scale != 1.0):  # rounding may have shortened the prompt
             where = f" line {trace.lines[i]}" if trace.lines is not None else ""
             raise ConfigError(
                 f"{trace.name}{where}: {names.size} hash_ids for {length} prompt tokens, which are {num_blocks} blocks of {block_tokens} (--hash-block-tokens)"
             )
-        named = np.repeat(_scramble(names.view(np.uint64)), block_tokens)[:length]
-        own = np.full(length - named.size, _scramble(np.array([i], np.uint64) ^ _OWN)[0])
+        own = scramble(np.array([i], np.uint64) ^ _OWN)
         at = np.arange(length, dtype=np.uint64)
-        at[: named.size] %= np.uint64(block_tokens)
-        prompts.append((_scramble(np.concatenate([named, own]) + at) >> np.uint64(34)).astype(np.int32))
+        block = np.minimum((at * per_token).astype(np.intp), names.size)
+        named = np.concatenate([scramble(names.view(np.uint64)), own])[block]
+        prompts.append((scramble(named + at) >> np.uint64(34)).astype(np.int32))
     return prompts
 
 
 _OWN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Map 64-bit integers one to one to values without a visible pattern (the finaliser of SplitMix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def _number(cell: str, name: str, line: int) -> float:

@@ -1,6 +1,9 @@
 """The requests of a simulation: drawn from a trace, with arrival times, classes and tenants."""
 
+import collections
 import dataclasses
+import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +14,7 @@ from apt_jax.costs.hardware import Hardware
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.sessions import BLOCK_TOKENS, Calls, SessionPrompts, check_shared
 from apt_jax.sim.trace import Trace, draw_arrivals, prompts_of, scale_arrivals
 
 
@@ -23,6 +27,8 @@ def _read_only_zeros(length: int) -> NDArray[np.int32]:
 _STOP_TOKEN = 1
 """Stop token that is never sampled; it marks requests that may end before `max_tokens`."""
 _NO_TEXT = _read_only_zeros(1 << 20)
+_FIRST_BEGIN_WITHIN_S = 60.0
+"""The first `SimulationConfig.concurrent_sessions` begin at random within this time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +38,7 @@ class Workload:
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
     arrival_s: NDArray[np.float64]
+    """Arrival times in seconds; nan: known once another request has ended (`calls`)."""
     best_effort: NDArray[np.bool_]
     slos: Sequence[SLO] | None = None
     """Objectives of each request; None: `SimulationConfig.slo` for all."""
@@ -40,10 +47,23 @@ class Workload:
     prompts: Sequence[NDArray[np.int32]] | None = None
     """Token ids of each prompt, `prompt_tokens` in length; None: only lengths are known, so prefix caching is not
     possible."""
+    calls: Calls | None = None
+    """Sessions of the requests; None: requests do not wait for each other."""
+    block_tokens: int = BLOCK_TOKENS
+    """Prompt tokens per block that `calls` share, before scaling."""
 
     def slo(self, index: int, default: SLO) -> SLO:
         """Return the objectives of one request."""
         return default if self.slos is None else self.slos[index]
+
+    def shared_tokens(self, config: SimulationConfig) -> NDArray[np.int64]:
+        """Return the number of tokens at the beginning of each call's prompt that its parent's prompt begins with too.
+
+        Only for a workload of sessions.
+        """
+        assert self.calls is not None
+        shared = np.ceil(self.calls.shared_blocks * self.block_tokens * config.scale_tokens).astype(np.int64)
+        return np.minimum(shared, self.prompt_tokens - 1)
 
     def share_with_gaps(self, more_than: int = 100) -> float:
         """Return the share of the requests with more than `more_than` gaps between output tokens.
@@ -55,12 +75,13 @@ class Workload:
 
 
 def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace:
-    """Scale the output lengths of a trace, and leave out the requests that the hardware can never serve.
+    """Scale the lengths of a trace, and leave out the requests that the hardware can never serve; sessions end before
+    such a call.
 
     Raises:
         ConfigError: a request of a trace file can never fit and `drop_too_long` is false, or no request fits.
     """
-    trace = trace.scale_outputs(config.output_scale)
+    trace = trace.scale_outputs(config.output_scale).scale_tokens(config.scale_tokens)
     limit = longest_request(hardware, config)
     total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
     fits = total <= limit
@@ -73,7 +94,7 @@ def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -
             f"tokens can never fit {config.model} on {hardware.name} ({limit} tokens per request); "
             "--drop-too-long leaves such requests out"
         )
-    kept = trace.take(np.flatnonzero(fits))
+    kept = trace.without(~fits)
     if not kept.num_requests:
         raise ConfigError(
             f"{trace.name}: no request fits {config.model} on {hardware.name} ({limit} tokens per request)"
@@ -94,6 +115,8 @@ def longest_request(hardware: Hardware, config: SimulationConfig) -> int:
 
 def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
     """Draw the requests and arrivals of a run from a trace, with the run's seed."""
+    if trace.calls is not None:
+        return _sample_sessions(trace, trace.calls, config)
     rng = np.random.default_rng([config.seed, 0xA97])
     n = config.num_requests
     recorded = trace.arrival_s is not None and config.cv is None
@@ -121,7 +144,46 @@ def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
         tenant=_draw_tenants(n, config) if config.tenants > 1 else None,
         prompts=None
         if picked.hash_ids is None or config.enable_prefix_caching is False
-        else prompts_of(picked, config.hash_block_tokens),
+        else prompts_of(picked, config.hash_block_tokens or picked.block_tokens, config.scale_tokens),
+    )
+
+
+def _sample_sessions(trace: Trace, calls: Calls, config: SimulationConfig) -> Workload:
+    """Draw whole sessions, without replacement as long as the trace has enough; a session that is drawn again has other
+    contents."""
+    block_tokens, n = config.hash_block_tokens or trace.block_tokens, config.num_sessions
+    if trace.lines is not None and config.scale_tokens == 1.0:
+        check_shared(calls, trace.prompt_tokens, trace.lines.tolist(), block_tokens, trace.name)
+    rng = np.random.default_rng([config.seed, 0xA97])
+    chosen = [rng.permutation(calls.num_sessions) for _ in range(-(-n // calls.num_sessions))]
+    drawn, index = calls.take(np.concatenate(chosen)[:n].tolist())
+    if config.max_think_s is not None:
+        drawn = dataclasses.replace(drawn, think_s=np.minimum(drawn.think_s, config.max_think_s))
+    starts = np.random.default_rng([config.seed, 0x7A1])
+    begin_s = np.full(n, np.nan)
+    if config.concurrent_sessions is not None:
+        first = min(config.concurrent_sessions, n)
+        begin_s[:first] = np.sort(starts.uniform(0.0, _FIRST_BEGIN_WITHIN_S, first))
+    elif config.rate is not None:
+        begin_s = draw_arrivals(n, config.rate, 1.0 if config.cv is None else config.cv, starts)
+    else:
+        raise ConfigError(
+            f"trace {trace.name} has sessions; give the number of sessions per second (--rate) or at once (--concurrent-sessions)"
+        )
+    picked = trace.take(index, drawn)
+    arrival_s = np.full(index.size, np.nan)
+    arrival_s[drawn.begins()[:-1]] = begin_s
+    return Workload(
+        prompt_tokens=picked.prompt_tokens,
+        output_tokens=picked.output_tokens,
+        arrival_s=arrival_s,
+        best_effort=np.zeros(index.size, np.bool_) if picked.best_effort is None else picked.best_effort,
+        tenant=None if config.tenants == 1 else _draw_tenants(n, config)[drawn.session],
+        prompts=None
+        if config.enable_prefix_caching is False
+        else SessionPrompts(drawn, picked.prompt_tokens, block_tokens=block_tokens, scale=config.scale_tokens),
+        calls=drawn,
+        block_tokens=block_tokens,
     )
 
 
@@ -138,44 +200,88 @@ def with_distinct_prompts(workload: Workload, seed: int) -> Workload:
     return dataclasses.replace(workload, prompts=prompts)
 
 
-def engine_requests(workload: Workload, config: SimulationConfig, longest: int = 2**31) -> list[EngineRequest]:
-    """Return the workload as engine requests, in order of arrival; the index of a request is its id.
+class Arrivals:
+    """The requests of a workload in order of arrival. Calls of sessions arrive once the answers that they wait for have
+    come.
 
     Args:
         workload: the requests.
         config: configuration of the run; if its `max_tokens` is set, `TraceEnds` must end the outputs.
         longest: maximum number of prompt and output tokens of a request (`longest_request`).
+
+    Attributes:
+        arrival_s: (requests,) arrival times in seconds; nan: not known yet.
     """
-    greedy: dict[int, SamplingParams] = {}
-    stops = () if config.max_tokens is None else (_STOP_TOKEN,)
-    requests = []
-    for i, (prompt_len, length, arrival_s, best_effort) in enumerate(
-        zip(
-            workload.prompt_tokens.tolist(),
-            workload.output_tokens.tolist(),
-            workload.arrival_s.tolist(),
-            workload.best_effort.tolist(),
-            strict=True,
-        )
-    ):
+
+    def __init__(self, workload: Workload, config: SimulationConfig, longest: int = 2**31) -> None:
+        self.arrival_s = workload.arrival_s.copy()
+        self._workload, self._config, self._longest = workload, config, longest
+        known = ~np.isnan(self.arrival_s)
+        self._due = [(self.arrival_s[i], i) for i in np.flatnonzero(known).tolist()]
+        heapq.heapify(self._due)
+        self._params: dict[int, SamplingParams] = {}
+        self._after: dict[int, list[int]] = {}
+        self._to_begin = collections.deque[int]()
+        self._left: list[int] = []
+        calls = workload.calls
+        if calls is not None:
+            for i, before in enumerate(calls.follows.tolist()):
+                if before >= 0:
+                    self._after.setdefault(before, []).append(i)
+            begins = calls.begins()
+            self._to_begin.extend(i for i in begins[:-1].tolist() if not known[i])
+            self._left = np.diff(begins).tolist()
+
+    @property
+    def num_requests(self) -> int:
+        return self.arrival_s.size
+
+    @property
+    def next_s(self) -> float:
+        """Time of the next arrival in seconds; infinite if none is known."""
+        return self._due[0][0] if self._due else math.inf
+
+    def slo(self, index: int) -> SLO:
+        """Return the objectives of a request."""
+        return self._workload.slo(index, self._config.slo)
+
+    def take(self) -> EngineRequest:
+        """Return the next request; its index in the workload is its id."""
+        arrival_s, i = heapq.heappop(self._due)
+        workload, config = self._workload, self._config
+        prompt_len, length = int(workload.prompt_tokens[i]), int(workload.output_tokens[i])
         if config.max_tokens is not None:
-            length = min(config.max_tokens, max(longest - prompt_len, 1))
-        params = greedy.get(length)
+            length = min(config.max_tokens, max(self._longest - prompt_len, 1))
+        params = self._params.get(length)
         if params is None:
-            params = greedy[length] = SamplingParams(max_tokens=length, temperature=0.0, stop_token_ids=stops)
-        requests.append(
-            EngineRequest(
-                request_id=str(i),
-                prompt=None,
-                prompt_token_ids=_prompt(prompt_len) if workload.prompts is None else workload.prompts[i],
-                params=params,
-                slo=workload.slo(i, config.slo),
-                arrival_s=arrival_s,
-                slo_class="be" if best_effort else "rt",
-                tenant=None if workload.tenant is None else str(workload.tenant[i]),
-            )
+            stops = () if config.max_tokens is None else (_STOP_TOKEN,)
+            params = self._params[length] = SamplingParams(max_tokens=length, temperature=0.0, stop_token_ids=stops)
+        return EngineRequest(
+            request_id=str(i),
+            prompt=None,
+            prompt_token_ids=_prompt(prompt_len) if workload.prompts is None else workload.prompts[i],
+            params=params,
+            slo=self.slo(i),
+            arrival_s=float(arrival_s),
+            slo_class="be" if workload.best_effort[i] else "rt",
+            tenant=None if workload.tenant is None else str(workload.tenant[i]),
         )
-    return requests
+
+    def ended(self, index: int, at_s: float) -> None:
+        """Record that a request has ended or was rejected: calls that wait for it arrive after their think times."""
+        calls = self._workload.calls
+        if calls is None:
+            return
+        for i in self._after.pop(index, ()):
+            self._arrives(i, at_s + float(calls.think_s[i]))
+        session = int(calls.session[index])
+        self._left[session] -= 1
+        if not self._left[session] and self._to_begin:
+            self._arrives(self._to_begin.popleft(), at_s)
+
+    def _arrives(self, index: int, at_s: float) -> None:
+        self.arrival_s[index] = at_s
+        heapq.heappush(self._due, (at_s, index))
 
 
 class TraceEnds:

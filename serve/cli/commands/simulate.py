@@ -6,7 +6,7 @@ Simulates one run or a sweep over rates, policies and seeds, or finds the effect
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from apt_jax.config import SLO
 from apt_jax.errors import ConfigError, counted
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sched import check_policy
+from apt_jax.sim import sessions
+from apt_jax.sim.catalog import OBJECTIVES
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import known_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
-from apt_jax.sim.trace import known_traces
+from apt_jax.sim.trace import known_traces, load_trace
 from serve.cli import flags, options
 from serve.cli.output import objectives, print_table, write_json
 from serve.errors import CommandError, require_matplotlib
@@ -43,6 +45,18 @@ def _list_of(kind: Any) -> Any:
     return convert
 
 
+def _factor(text: str) -> float:
+    """Parse a positive number or fraction such as 1/64; an argparse type."""
+    above, slash, below = text.partition("/")
+    try:
+        value = float(above) / float(below) if slash else float(above)
+    except (ValueError, ZeroDivisionError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a positive number, or a fraction such as 1/64")
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive = options.positive
 
@@ -51,11 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     known = ", ".join(f"{model} on {name} x{n}" for model, name, n in known_hardware())
     columns = "prompt_tokens,output_tokens[,arrival_s][,class][,hash_ids]"
+    of_sessions = ",".join(sessions.COLUMNS)
     group = parser.add_argument_group("simulated system and workload")
-    add("model", "hardware", "num_devices", "trace", "rate", "cv", "num_requests", "seed", "output_scale", "max_tokens",
+    add("model", "hardware", "num_devices", "trace", "rate", "cv", "num_requests", "num_sessions", "concurrent_sessions",
+        "max_think_s", "seed", "output_scale", "scale_tokens", "max_tokens",
         "enable_prefix_caching", "hash_block_tokens", "drop_too_long", "replicas", "routing_policy", "tenants",
         model={"help": f"model; known: {known}"},
-        trace={"help": f"CSV file with {columns}, or one of {', '.join(known_traces())}"},
+        scale_tokens={"type": _factor},
+        trace={"help": f"CSV file with {columns} (of sessions: {of_sessions} too), or one of {', '.join(known_traces())}"},
         drop_too_long={"action": "store_true"},
         routing_policy={"choices": tuple(ROUTING_POLICIES)})  # fmt: skip
     group = parser.add_argument_group("scheduling")
@@ -69,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host time per step in milliseconds, during which the device is idle unless steps overlap",
     )  # fmt: skip
     for name in ("slo_ttft_ms", "slo_tbt_ms"):
-        flags.add_request_field(group, name, type=positive(float), default=1000.0, metavar="MS")
+        end = " (default: 1000, or the generated trace's objective)"
+        flags.add_request_field(group, name, type=positive(float), default=None, metavar="MS", end=end)
     group = parser.add_argument_group("several runs")
     group.add_argument("--rates", type=_list_of(positive(float)), metavar="R1,R2,...", help="one run at each rate")
     group.add_argument(
@@ -89,10 +107,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def config_of(args: argparse.Namespace) -> SimulationConfig:
     """Return the configuration that the flags describe, with the first policy."""
     fields = flags.read_options(SimulationConfig, args)
+    usual = OBJECTIVES.get(args.trace, SLO(ttft_s=1.0, tbt_s=1.0))
     return SimulationConfig(
         **fields | {"policy": args.scheduling_policy[0]},
         host_s=args.host_ms / 1e3,
-        slo=SLO(ttft_s=args.slo_ttft_ms / 1e3, tbt_s=args.slo_tbt_ms / 1e3),
+        slo=SLO(
+            ttft_s=usual.ttft_s if args.slo_ttft_ms is None else args.slo_ttft_ms / 1e3,
+            tbt_s=usual.tbt_s if args.slo_tbt_ms is None else args.slo_tbt_ms / 1e3,
+        ),
     )
 
 
@@ -158,12 +180,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _simulated(config: SimulationConfig, num_seeds: int = 1) -> str:
     """Return the title of tables: what is simulated, apart from policies and rates."""
+    of_sessions = load_trace(config.trace).calls is not None
+    num = counted(config.num_sessions, "session") if of_sessions else counted(config.num_requests, "request")
     devices = f" x{config.num_devices}" if (config.num_devices or 1) > 1 else ""
     parts = [
         f"{config.model} on {config.hardware}{devices}",
         *([f"{config.replicas} replicas by {config.routing_policy}"] if config.replicas > 1 else []),
         Path(config.trace).name,
-        counted(config.num_requests, "request"),
+        num,
         *([f"{num_seeds} seeds"] if num_seeds > 1 else []),
         f"{config.cache} cache",
         objectives(config.slo),
@@ -202,10 +226,26 @@ def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
             *[(f"tenant {i}: requests, attainment (%), tokens", f"{t['num_sent']}, {100 * t['slo_attainment']:.1f}, {t['output_tokens']}") for i, t in enumerate(values["tenants"])],
             *[(f"{name}: requests, attainment (%), tokens/s", f"{one['num_sent']}, {100 * one['slo_attainment']:.1f}, {one['tokens_per_s']:.1f}") for name, one in values["by_class"].items()],
             *[(f"{name}: TTFT p50 / p90 / p99 (s)", span("ttft_s", one)) for name, one in values["by_class"].items()],
+            *(_of_sessions(values["sessions"], span) if "sessions" in values else []),
             ("scheduling call p50, p99 (ms)", "{p50:.3f}, {p99:.3f}".format(**values["schedule_ms"])),
             ("simulated time, run time (s)", f"{values['duration_s']:.1f}, {values['sim_wall_s']:.1f}"),
         ],
     )  # fmt: skip
+
+
+def _of_sessions(values: dict[str, Any], span: Callable[..., str]) -> list[tuple[str, str]]:
+    mean_s, slowdown = values["completion_mean_s"], values["slowdown_mean"]
+    means = "-" if mean_s is None else f"{mean_s:.1f} s, {slowdown:.2f} times alone"
+    return [
+        (
+            "sessions completed, calls",
+            f"{values['num_completed']} of {values['num_sessions']}, {values['num_calls']:,}",
+        ),
+        ("session completion time, mean", means),
+        ("session completion time p50 / p90 / p99 (s)", span("completion_s", values)),
+        ("first calls: TTFT p50 / p90 / p99 (s)", span("ttft_first_s", values)),
+        ("later calls: TTFT p50 / p90 / p99 (s)", span("ttft_later_s", values)),
+    ]
 
 
 def _report_rates(
@@ -217,7 +257,7 @@ def _report_rates(
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
     for policy, rate in zip(policies, rates, strict=True):
         lasts_s = args.num_requests / rate.mean if rate.mean else math.inf
-        if lasts_s < BURST_TTFTS * args.slo_ttft_ms / 1e3:
+        if load_trace(args.trace).calls is None and lasts_s < BURST_TTFTS * config_of(args).slo.ttft_s:
             console.print(
                 f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, in a single burst; raise --num-requests to find a rate that can be sustained",
                 markup=False,
