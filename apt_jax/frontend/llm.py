@@ -1,9 +1,13 @@
 """The offline interface `LLM`: an engine in this process, driven by the caller's thread."""
 
 import collections
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,14 +16,23 @@ from tqdm import tqdm
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.engine import Engine
-from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError, counted, json_kind, nearest
+from apt_jax.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    QueueFullError,
+    counted,
+    json_kind,
+    nearest,
+)
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.embedding import check_dimensions, embedding
 from apt_jax.frontend.other_servers import SIMILAR, option_advice
 from apt_jax.frontend.outputs import RequestState
 from apt_jax.frontend.progress import ProgressBars
-from apt_jax.options import options_of
+from apt_jax.options import check_option, check_type, option_type, options_of
 from apt_jax.request import EngineRequest, RequestOutput, SamplingParams
 from apt_jax.text.chat import Message, Tool
 from apt_jax.text.tokenizer import Tokenizer
@@ -50,6 +63,42 @@ def _find_options() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
 _OPTIONS = _find_options()
 
 
+def _find_flags() -> dict[str, str]:
+    """Map the flags of the options of `LLM` to the keyword arguments that replace them."""
+    found = {}
+    for keyword, (section, field) in _OPTIONS.items():
+        cls = EngineConfig if section is None else _SECTIONS[section]
+        flags: tuple[str, ...] = (f"--{field.name.replace('_', '-')}",)
+        if field.name in options_of(cls):
+            made = options_of(cls)[field.name][1]
+            flags = (*made.flags, made.given_by)
+        kind = option_type(cls, field.name)
+        for flag in flags:
+            found[flag] = keyword
+            if kind is bool:
+                found[flag.replace("--", "--no-", 1)] = f"{keyword}=False"
+            if typing.get_origin(kind) is Literal:
+                found |= {f"{flag} {choice}": f"{keyword}={choice!r}" for choice in typing.get_args(kind)}
+    return found
+
+
+_FLAGS = _find_flags()
+_FLAG = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(map(re.escape, _FLAGS), reverse=True))})(?![\w-])")
+
+
+@contextlib.contextmanager
+def _naming_keywords() -> Iterator[None]:
+    """Write the flags in error messages as keyword arguments of `LLM`: ``--load-format dummy`` becomes
+    ``load_format='dummy'``."""
+    try:
+        yield
+    except (ConfigError, ModelLoadError, InvalidRequestError) as error:
+        message = _FLAG.sub(lambda flag: _FLAGS[flag[0]], str(error))
+        subject = message.partition("=")[0]
+        error.args = (message.removesuffix(f" ({subject})"),)
+        raise
+
+
 def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
     """Return a configuration in which the model and individual options are replaced.
 
@@ -61,8 +110,11 @@ def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, A
 
     Raises:
         TypeError: an option is unknown.
-        ConfigError: a value is not allowed.
+        ConfigError: a value has the wrong type or is not allowed.
     """
+    if config is not None:
+        check_type("config", config, EngineConfig)
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
     config = EngineConfig(model=model) if config is None else dataclasses.replace(config, model=model)
     changes: dict[str | None, dict[str, Any]] = {None: {}, **{section: {} for section in _SECTIONS}}
     for name, value in overrides.items():
@@ -72,6 +124,8 @@ def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, A
             raise TypeError(f"LLM has no option {name!r:.80}{hint}")
         section, field = _OPTIONS[name]
         if value is not None or field.default is None:
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
+            check_option(EngineConfig if section is None else _SECTIONS[section], field.name, value)
             changes[section][field.name] = value
     scheduler = changes["scheduler"]
     least = scheduler.get("max_num_seqs", config.scheduler.max_num_seqs)
@@ -114,12 +168,12 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> None:
-        config = configure(model, config, options)
-        bars = ProgressBars(disable=None if use_tqdm else True)
-        try:
-            self.parts = build_engine(config, params=params, warm_up=warm_up, calibrate=calibrate, progress=bars)
-        finally:
-            bars.close()
+        for name, value in (("warm_up", warm_up), ("calibrate", calibrate), ("use_tqdm", use_tqdm)):
+            check_type(name, value, bool)
+        with _naming_keywords():
+            config = configure(model, config, options)
+            with contextlib.closing(ProgressBars(disable=None if use_tqdm else True)) as bars:
+                self.parts = build_engine(config, params=params, warm_up=warm_up, calibrate=calibrate, progress=bars)
 
     @classmethod
     def from_parts(cls, parts: EngineComponents) -> "LLM":
@@ -169,7 +223,8 @@ class LLM:
             InvalidRequestError: a prompt or parameter is invalid; then no request has run.
             EngineDeadError: the engine has stopped.
         """
-        of_prompts = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
+        with _naming_keywords():
+            of_prompts = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
         requests = [request for group in of_prompts for request in group]
         states = {request: RequestState(request, self.parts.tokenizer) for request in requests}
         waiting = collections.deque(requests)
@@ -237,10 +292,11 @@ class LLM:
         conversations: Sequence[Any] = messages
         if len(messages) and isinstance(messages[0], Mapping):
             conversations = [messages]
-        prompts = [
-            self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
-            for one in conversations
-        ]
+        with _naming_keywords():
+            prompts = [
+                self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
+                for one in conversations
+            ]
         return self.generate(
             prompts, sampling_params, slo=slo, slo_class=slo_class, lora_request=lora_request, use_tqdm=use_tqdm
         )

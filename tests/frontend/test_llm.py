@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import threading
@@ -205,7 +206,7 @@ def test_without_a_tokenizer_there_are_tokens_and_no_text():
     (output,) = generate(llm, [5, 6, 7], GREEDY)
     assert only(output).text == ""
     assert len(only(output).token_ids) == 8
-    with pytest.raises(InvalidRequestError, match="--tokenizer"):
+    with pytest.raises(InvalidRequestError, match="start with one \\(tokenizer DIR"):
         llm.generate("text", use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         llm.generate([5], SamplingParams(stop=("x",)), use_tqdm=False)
@@ -255,7 +256,7 @@ def test_the_message_says_which_prompt():
 
 def test_R3_a_prompt_that_can_never_fit_the_pool():
     llm = toy(num_blocks=20)
-    with pytest.raises(InvalidRequestError, match=r"never fit.*--num-blocks-override"):
+    with pytest.raises(InvalidRequestError, match=r"never fit.*\(num_blocks_override\)"):
         llm.generate("x" * 70, use_tqdm=False)
     assert executor_of(llm.parts).num_steps == 0
 
@@ -275,9 +276,27 @@ def test_R3_a_prompt_that_can_never_fit_the_pool():
         {"max_model_len": 1},
     ],
 )
-def test_wrong_configurations_name_their_flag(fields):
-    with pytest.raises(ConfigError, match=r"\(-{1,2}[a-z-]+\)"):
+def test_wrong_configurations_name_their_keyword_and_no_flag(fields):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields)).removeprefix('scheduling_')}") as caught:
         LLM("tiny-opt", **fields)
+    assert not re.search(r"(?<![\w-])--?[a-z]", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: LLM("facebook/opt-125m"), r"or run it with random weights \(load_format='dummy'\)"),
+        (lambda: LLM("tiny-opt", swap_space=1, enable_prefix_caching=False), "leave out enable_prefix_caching=False or swap_space$"),
+        (lambda: LLM("tiny-opt", max_loras=0), r"^max_loras=0 must lie in \[1, 256\]$"),
+        (lambda: toy().chat([{"role": "user", "content": "hi"}]), r"start with one \(chat_template FILE\)"),
+        (lambda: LLM("tiny-opt", config=5), r"^config=5 must be of the type EngineConfig"),
+        (lambda: LLM("tiny-opt", warm_up="no"), "^warm_up='no' must be True or False$"),
+        (lambda: LLM(5), "^model=5 must be a string$"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_python_interface_name_its_keywords(make, told):
+    with pytest.raises((ConfigError, ModelLoadError, InvalidRequestError), match=told):
+        make()
 
 
 def test_an_unknown_option_is_an_error():
