@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, explained
 from apt_jax.options import check_options, option, shown_value
 
 CacheMode = Literal["kv", "hidden", "hybrid"]
@@ -58,6 +58,8 @@ class SLO:
         _require_seconds("slo ttft_s", self.ttft_s)
         _require_seconds("slo tbt_s", self.tbt_s)
 
+
+SLO.__init__ = explained({"ttft_ms": "use ttft_s, in seconds", "tbt_ms": "use tbt_s, in seconds"})(SLO.__init__)
 
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 

@@ -2,8 +2,10 @@
 
 import collections.abc
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,22 @@ from apt_jax.sim.config import SimulationConfig
 
 SECTIONS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
 CLASSES = (EngineConfig, *SECTIONS.values(), SimulationConfig)
-VALUES = ("8", "no", 8, 0.5, np.float32(8.0), True, None, [], ["x"], {}, {"ttft_s": 1}, (5,), np.arange(99), object())
+VALUES: tuple[Any, ...] = (
+    "8",
+    "no",
+    8,
+    0.5,
+    np.float32(8.0),
+    True,
+    None,
+    [],
+    ["x"],
+    {},
+    {"ttft_s": 1},
+    (5,),
+    np.arange(99),
+    object(),
+)
 RIGHT = {
     int: lambda value: isinstance(value, int) and value is not True,
     float: lambda value: isinstance(value, int | float | np.floating) and value is not True,
@@ -40,10 +57,10 @@ def fields_and_wrong_values(cls: type) -> Iterator[tuple[str, str, object]]:
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_value_of_the_wrong_type_is_one_line_that_names_it(cls):
-    model = {"model": "m"} if cls is EngineConfig else {}
+    make = functools.partial(cls, **({"model": "m"} if cls is EngineConfig else {}))
     for name, keyword, value in fields_and_wrong_values(cls):
         with pytest.raises(ConfigError, match=rf"^{keyword}=[^\n]* (must|is) [^\n]*$"):
-            cls(**model | {name: value})
+            make(**{name: value})
 
 
 def test_every_option_of_llm_is_checked_before_it_is_used():
@@ -63,10 +80,12 @@ def test_an_objective_is_a_number_of_seconds(value):
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_numbers_of_numpy_are_numbers(cls):
-    model = {"model": "m"} if cls is EngineConfig else {}
+    make = functools.partial(cls, **({"model": "m"} if cls is EngineConfig else {}))
     for field in dataclasses.fields(cls):
         kind = option_type(cls, field.name)
         if kind in (int, float) and field.default is not None:
+            default: Any = field.default
             for of_numpy in (np.int64, np.uint32) if kind is int else (np.float64, np.float32):
-                cls(**model | {field.name: of_numpy(field.default)})
-    SLO(ttft_s=np.float32(1.0), tbt_s=np.int64(1))
+                make(**{field.name: of_numpy(default)})
+    objectives: dict[str, Any] = {"ttft_s": np.float32(1.0), "tbt_s": np.int64(1)}
+    SLO(**objectives)
