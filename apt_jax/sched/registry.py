@@ -143,9 +143,13 @@ def _installed(name: str, bundled: Mapping[str, PolicyMaker]) -> str:
         raise ConfigError(
             f"policy={name!r} is vLLM's: here a request's priority is its class, which apt-plus and bros tell apart (docs/serving/classes.md) {_FLAG}"
         )
-    known = sorted({*bundled, *points.names})
+    if "," in name:
+        raise ConfigError(
+            f"policy={name!r:.200} is a list: give one policy (apt-jax simulate compares several) {_FLAG}"
+        )
+    hint = nearest(name, sorted({*bundled, *points.names})) or ";"
     raise ConfigError(
-        f"policy={name!r:.200} must be one of {', '.join(known)}, or package.module:Class{nearest(name, known)} {_FLAG}"
+        f"policy={name!r:.200} is unknown{hint} `apt-jax policies` lists all; others are package.module:Class {_FLAG}"
     )
 
 

@@ -147,6 +147,8 @@ def load_trace(name: str | Path) -> Trace:
         return known
     path = Path(text)
     if not os.path.isfile(path):
+        if os.path.isdir(path):
+            raise ConfigError(f"{text:.200}: is a directory; give a CSV file in it (--trace)")
         if path.suffix or "/" in text:
             raise ConfigError(f"{text:.200}: no such file (--trace)")
         near = difflib.get_close_matches(text, known_traces(), n=1)

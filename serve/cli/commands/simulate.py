@@ -35,10 +35,10 @@ BURST_TTFTS = 10
 
 def _list_of(kind: Any) -> Any:
     def convert(text: str) -> list[Any]:
-        values = [kind(part) for part in text.split(",") if part]
-        if not values:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is an empty list")
-        return values
+        parts = [part.strip() for part in text.split(",")]
+        if not all(parts):
+            raise argparse.ArgumentTypeError(f"{text!r:.60} has an empty entry; separate values by single commas")
+        return [kind(part) for part in parts]
 
     return convert
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several runs")
     group.add_argument("--rates", type=_list_of(positive(float)), metavar="R1,R2,...", help="one run at each rate")
     group.add_argument(
-        "--find-rate", type=positive(float), metavar="SHARE",
+        "--find-rate", type=options.share, metavar="SHARE",
         help="find the highest rate at which this share of the requests attains its SLO, e.g. 0.9",
     )  # fmt: skip
     group.add_argument(

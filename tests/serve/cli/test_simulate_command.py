@@ -182,10 +182,7 @@ def test_a_trace_without_arrivals_needs_a_rate(capsys):
 
 
 def _by_parser(args: list[str]) -> bool:
-    return args[0] in ("--cache", "--routing-policy") or args[1] in (
-        "-1",
-        "0",
-    )
+    return args[0] in ("--cache", "--routing-policy") or args[1] in ("-1", "0", "1.5")
 
 
 class _nothing:
