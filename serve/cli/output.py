@@ -70,15 +70,16 @@ def tables_on_stderr() -> Iterator[None]:
         _json_out.pop()
 
 
+def say_on_stderr(line: str) -> None:
+    """Write a line of progress to stderr at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
     """Return bars that show an engine's startup progress on stderr at least every five seconds until `close`; they are
     plain lines if stderr is not a terminal."""
-
-    def say(line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
-
-    return ProgressBars(disable=True if quiet else None, say=say).keep_reporting()
+    return ProgressBars(disable=True if quiet else None, say=say_on_stderr).keep_reporting()
 
 
 def rounded(value: Any, places: int = 6) -> Any:

@@ -4,9 +4,12 @@ Simulates one run or a sweep over rates, policies and seeds, or finds the effect
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces
 from serve.cli import flags, options
-from serve.cli.output import objectives, print_table, write_json
+from serve.cli.output import objectives, print_table, say_on_stderr, write_json
 from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace left out because they can never fit"
@@ -114,7 +117,29 @@ def _check_flags(args: argparse.Namespace) -> None:
         require_matplotlib("--png")
 
 
+def _terminate(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM end this process like an exception, so that it ends its workers first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run(args: argparse.Namespace) -> int:
+    with _ending_on_sigterm():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     _check_flags(args)
     policies: Sequence[str] = args.scheduling_policy
     for policy in policies:
@@ -124,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     seeds = range(args.seed, args.seed + num_seeds)
     several = args.rates or args.find_rate is not None or num_seeds > 1 or len(policies) > 1
     check_hardware([base])
-    bars = ProgressBars()
+    bars = ProgressBars(say=say_on_stderr)
     try:
         if not several:
             result = simulate(base, progress=lambda done, total: bars("simulating", done, total))
@@ -134,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
             kept = {
                 "store": store,
                 "workers": args.workers,
-                "progress": lambda done, total: bars("runs", done, total),
+                "progress": lambda done, total: bars("sweeping", done, total),
             }
             configs = [dataclasses.replace(base, policy=policy) for policy in policies]
             if args.find_rate is not None:

@@ -1,7 +1,12 @@
 """`apt-jax simulate`: flags, result keys, bad input."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -179,6 +184,54 @@ def test_without_matplotlib_the_picture_is_refused_before_anything_is_simulated(
 def test_a_trace_without_arrivals_needs_a_rate(capsys):
     assert main(["simulate", "--num-requests", "5"]) == 2
     assert "--rate" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_no_terminal_writes_lines(capsys):
+    assert main(["simulate", *QUICK, "--rates", "2,8", "--workers", "1"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "sweeping 2 runs"
+    assert lines[-1].startswith("simulated 2 runs in ")
+
+
+def _running_children(pid: int) -> list[int]:
+    """Processes of the parent `pid` that are not about to end."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(") ")[2].split()[:2]
+            except OSError:  # it has ended
+                continue
+            if int(parent) == pid and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_processes_of_a_sweep_end_with_it(number):
+    args = ["simulate", "--rates", "2,3", "--seeds", "2", "--workers", "2", "--num-requests", "100000"]
+    command = [sys.executable, "-m", "serve.cli", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while len(children := _running_children(process.pid)) < 3:  # two workers, and the tracker of semaphores
+                assert process.poll() is None
+                time.sleep(0.05)
+            os.kill(process.pid, number)
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == (143 if number == signal.SIGTERM else -number)
+    assert number == signal.SIGKILL or error == "sweeping 4 runs\n"
+    while any(map(_is_running, children)):
+        time.sleep(0.05)
 
 
 def _by_parser(args: list[str]) -> bool:
