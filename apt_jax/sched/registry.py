@@ -52,6 +52,8 @@ class PolicyMaker:
     """Paper or server that the policy comes from."""
     summary: str = ""
     """One-line description for lists of policies."""
+    assumes_reprojection: bool = False
+    """True if the policy chooses well only where attention over a hidden cache costs as much as by reprojection."""
 
     def __call__(self, seed: int, options: Mapping[str, Any] | None = None) -> Policy:
         values = {"seed": seed} if "seed" in _parameters(self.cls) else {}

@@ -20,12 +20,14 @@ from serve.errors import CommandError
 
 def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
     """Print a table of two columns: name and value."""
-    table = Table(title=title, show_header=False, box=None, title_justify="left", title_style="bold")
+    table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(str(value)))
-    Console(highlight=False, emoji=False).print(table)
+    console = Console(highlight=False, emoji=False)
+    console.print(Text(title, style="bold"), soft_wrap=True)  # a table's own title is wrapped to its width
+    console.print(table)
 
 
 def objectives(slo: SLO) -> str:

@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from apt_jax.config import SLO
+from apt_jax.config import SLO, SchedulerConfig
+from apt_jax.core.kinds import HIDDEN
 from apt_jax.errors import ConfigError, counted
 from apt_jax.frontend.progress import ProgressBars
-from apt_jax.sched import check_policy
+from apt_jax.sched import all_policies, check_policy
 from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.hardware import known_hardware
+from apt_jax.sim.hardware import known_hardware, load_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
@@ -66,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("policy", "cache", "hidden_attention", "rho_us", "overlap", "max_num_seqs",
         "max_num_batched_tokens", "num_blocks", "swap_space",
         policy={"type": _list_of(str), "default": [default],
-                "help": f"one or several of {options.POLICY_HELP} (default: {default})"})  # fmt: skip
+                "help": f"one or several of {options.POLICY_HELP} (default: {default}; of apt-jax serve: {SchedulerConfig().policy})"})  # fmt: skip
     group.add_argument(
         "--host-ms", type=float, metavar="MS", default=0.0,
         help="host time per step in milliseconds, during which the device is idle unless steps overlap",
@@ -149,6 +151,7 @@ def _run(args: argparse.Namespace) -> int:
     seeds = range(args.seed, args.seed + num_seeds)
     several = args.rates or args.find_rate is not None or num_seeds > 1 or len(policies) > 1
     check_hardware([base])
+    _hint(base, policies)
     bars = ProgressBars(say=say_on_stderr)
     try:
         if not several:
@@ -179,6 +182,21 @@ def _run(args: argparse.Namespace) -> int:
         write_json(args.json, values)
         return 0
     return _report_sweep(args, _simulated(base, num_seeds), grid, runs)
+
+
+def _hint(config: SimulationConfig, policies: Sequence[str]) -> None:
+    """Say on stderr which policies assume another cost of the hidden cache than the simulated one."""
+    hardware = load_hardware(config.model, config.hardware, config.num_devices)
+    hidden = hardware.kinds(config.cache, config.hidden_attention)[HIDDEN]
+    if not hidden.offered or hidden.reprojected:
+        return
+    makers = all_policies()
+    for policy in policies:
+        name = policy.partition("?")[0]
+        if name in makers and makers[name].assumes_reprojection:
+            say_on_stderr(
+                f"apt-jax simulate: {name} assumes that hidden caches are reprojected, as in its paper: --hidden-attention reproject"
+            )
 
 
 def _simulated(config: SimulationConfig, num_seeds: int = 1) -> str:
@@ -222,7 +240,7 @@ def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
             *([(LEFT_OUT, f"{values['num_left_out']:,}")] if values["num_left_out"] else []),
             *([("prompt tokens found cached (%)", f"{100 * values['prefix_hit_fraction']:.1f}")] if values["prefix_hit_fraction"] else []),
             ("tokens decoded from hidden cache (%)", f"{100 * values['hidden_token_fraction']:.1f}"),
-            ("iterations", f"{values['iterations']} {values['iterations_by_type']}"),
+            ("iterations", f"{values['iterations']:,}: {', '.join(f'{kind} {count:,}' for kind, count in values['iterations_by_type'].items())}"),
             *([("requests by replica", ", ".join(str(r["num_sent"]) for r in replicas))] if len(replicas) > 1 else []),
             *[(f"tenant {i}: requests, attainment (%), tokens", f"{t['num_sent']}, {100 * t['slo_attainment']:.1f}, {t['output_tokens']}") for i, t in enumerate(values["tenants"])],
             *[(f"{name}: requests, attainment (%), tokens/s", f"{one['num_sent']}, {100 * one['slo_attainment']:.1f}, {one['tokens_per_s']:.1f}") for name, one in values["by_class"].items()],
@@ -237,7 +255,7 @@ def _report_rates(
     args: argparse.Namespace, simulated: str, policies: Sequence[str], rates: Sequence[EffectiveRate]
 ) -> int:
     console = Console(highlight=False, emoji=False)
-    console.print(simulated, markup=False)
+    console.print(simulated, markup=False, soft_wrap=True)
     rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} requests/s") for p, r in zip(policies, rates, strict=True)]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
     for policy, rate in zip(policies, rates, strict=True):
@@ -267,10 +285,10 @@ def _report_sweep(
     rates = list(dict.fromkeys(config.rate for config in grid))
     policies = list(dict.fromkeys(config.policy for config in grid))
     console = Console(highlight=False, emoji=False)
-    console.print(simulated, markup=False)
-    console.print(_table("SLO attainment (%)", policies, rates, cells))
+    console.print(simulated, markup=False, soft_wrap=True)
+    _print_rates(console, "SLO attainment (%)", policies, rates, cells)
     if strict:
-        console.print(_table("SLO attainment, every gap in time (%)", policies, rates, strict))
+        _print_rates(console, "SLO attainment, every gap in time (%)", policies, rates, strict)
     for policy in policies:
         ours = [r for c, r in zip(grid, runs, strict=True) if c.policy == policy]
         left = sum(r.get("fallback_iterations", 0) for r in ours)
@@ -288,14 +306,15 @@ def _report_sweep(
     return 0
 
 
-def _table(
+def _print_rates(
+    console: Console,
     title: str,
     policies: Sequence[str],
     rates: Sequence[float | None],
     cells: dict[tuple[str, float | None], list[float]],
-) -> Table:
-    """Return a table of means and standard deviations over seeds, with a row per policy and a column per rate."""
-    table = Table(title=title, box=None, title_justify="left", title_style="bold")
+) -> None:
+    """Print a table of means and standard deviations over seeds, with a row per policy and a column per rate."""
+    table = Table(box=None)
     table.add_column("requests/s")
     for rate in rates:
         table.add_column("as recorded" if rate is None else f"{rate:g}", justify="right")
@@ -306,7 +325,8 @@ def _table(
             spread = f" ± {np.std(cell, ddof=1):.1f}" if len(cell) > 1 else ""
             texts.append(f"{np.mean(cell):.1f}{spread}" if cell else "-")
         table.add_row(policy, *texts)
-    return table
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(table)
 
 
 def _plot(

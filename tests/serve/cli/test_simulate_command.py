@@ -12,6 +12,7 @@ import pytest
 
 from apt_jax.sim.trace import load_trace
 from serve.cli import main
+from tests.support.snapshots import parser_of
 
 KEYS = {
     "slo_attainment",
@@ -88,6 +89,40 @@ def test_tables_say_what_was_simulated(runs, named, capsys):
     assert main(["simulate", *QUICK, *runs, *args]) == 0
     said = f"opt-13b on a100-40gb, humaneval, 20 requests, {named}kv cache, TTFT 0.5 s, P99 TBT 1.5 s"
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        (["apt-released"], True),
+        (["fcfs,apt-released"], True),
+        (["apt-released", "--hidden-attention", "reproject"], False),
+        (["apt-released", "--cache", "kv"], False),
+        (["apt"], False),
+        (["apt-released", "--model", "llama-2-7b", "--hardware", "a100-80gb"], False),
+    ],
+)
+def test_a_policy_that_assumes_reprojection_says_so_where_it_is_not_simulated(given, is_told, capsys):
+    assert main(["simulate", *QUICK, "--rate", "2", "--workers", "1", "--scheduling-policy", *given]) == 0
+    assert ("assumes that hidden caches are reprojected" in capsys.readouterr().err) == is_told
+
+
+def test_tables_are_for_people(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["simulate", *QUICK, "--rate", "2", "--scheduling-policy", "fcfs", "--cache", "kv"]) == 0
+    out = capsys.readouterr().out
+    assert "{" not in out
+    assert "\nfcfs: opt-13b on a100-40gb, humaneval, 20 requests, kv cache, TTFT 1 s, P99 TBT 1 s\n" in f"\n{out}"
+    assert (
+        main(["simulate", *QUICK, "--rates", "2,3", "--scheduling-policy", "fcfs", "--cache", "kv", "--workers", "1"])
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "SLO attainment, every gap in time (%)" in [line.strip() for line in lines]
+
+
+def test_help_names_the_default_policies_of_simulate_and_serve():
+    assert "(default: apt; of apt-jax serve: apt-plus)" in " ".join(parser_of("simulate").format_help().split())
 
 
 def test_a_rate_that_is_a_burst_is_said(capsys):
