@@ -195,7 +195,7 @@ def _hint(config: SimulationConfig, policies: Sequence[str]) -> None:
         name = policy.partition("?")[0]
         if name in makers and makers[name].assumes_reprojection:
             say_on_stderr(
-                f"apt-jax simulate: {name} assumes that hidden caches are reprojected, as in its paper: --hidden-attention reproject"
+                f"apt-jax simulate: {name} assumes that hidden caches are reprojected, as in its paper: use --hidden-attention reproject"
             )
 
 
