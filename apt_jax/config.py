@@ -7,12 +7,13 @@ Nothing in this module reads files, flags or the environment.
 
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Mapping
 from typing import Literal
 
-from apt_jax.errors import ConfigError
-from apt_jax.options import check_options, option
+from apt_jax.errors import ConfigError, explained
+from apt_jax.options import check_options, option, shown_value
 
 CacheMode = Literal["kv", "hidden", "hybrid"]
 """Cache kinds that the scheduler may use: only keys and values, only layer inputs, or either per request."""
@@ -35,11 +36,12 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _require_seconds(name: str, value: float) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    _require(is_number and value > 0, f"{name}={shown_value(value)} must be a positive number of seconds")
     try:
-        positive = not math.isnan(value) and value > 0
-    except OverflowError:  # an integer with thousands of digits cannot be printed
+        float(value)
+    except OverflowError:
         raise ConfigError(f"{name} is too large a number of seconds") from None
-    _require(positive, f"{name}={value!r} must be a positive number of seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,8 @@ class SLO:
         _require_seconds("slo ttft_s", self.ttft_s)
         _require_seconds("slo tbt_s", self.tbt_s)
 
+
+SLO.__init__ = explained({"ttft_ms": "use ttft_s, in seconds", "tbt_ms": "use tbt_s, in seconds"})(SLO.__init__)
 
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 
@@ -243,8 +247,8 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self) -> None:
-        _require(bool(self.model), "model must not be empty (MODEL)")
         check_options(self)
+        _require(bool(self.model), "model must not be empty (MODEL)")
         _require(
             self.quantization != "gguf" or self.parallel.tensor_parallel_size == 1,
             "quantization='gguf' runs on one device; use int8, or leave out -tp or --quantization",

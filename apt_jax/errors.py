@@ -14,7 +14,10 @@ Ordinary outcomes inside the engine (no free block, nothing to schedule) are ret
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 
 class AptJaxError(Exception):
@@ -129,3 +132,33 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     similarity `cutoff`, in [0, 1]."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def explained(ways_out: Mapping[str, str]) -> Callable[[_Call], _Call]:
+    """Decorate a function so that its `TypeError` about an unknown keyword argument names the way out.
+
+    Args:
+        ways_out: way out, keyed by names that other engines accept; other names get the most similar parameter.
+    """
+
+    def decorate(call: _Call) -> _Call:
+        owner = call.__qualname__.removesuffix(".__init__")
+        names = [name for name in inspect.signature(call).parameters if name != "self"]
+
+        @functools.wraps(call)
+        def checked(*args: Any, **given: Any) -> Any:
+            try:
+                return call(*args, **given)
+            except TypeError:
+                unknown = next((name for name in given if name not in names), None)
+                if unknown is None:
+                    raise
+                hint = f"; {ways_out[unknown]}" if unknown in ways_out else nearest(unknown, names)
+                raise TypeError(f"{owner} has no parameter {unknown!r:.80}{hint}") from None
+
+        return cast("_Call", checked)
+
+    return decorate

@@ -12,9 +12,12 @@ import inspect
 import numbers
 import textwrap
 import typing
+from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import ConfigError
+import numpy as np
+
+from apt_jax.errors import ConfigError, one_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,26 +149,77 @@ def option_type(cls: type, name: str) -> Any:
     return unwrap_optional(_types(cls)[name])
 
 
+def shown_value(value: object) -> str:
+    """Return a wrong value for messages: its first 60 characters, on one line."""
+    try:
+        return one_line(repr(value.item() if isinstance(value, np.generic) else value))[:60]
+    except ValueError:  # an integer with thousands of digits cannot be printed
+        return "a huge number"
+
+
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((numbers.Integral,), "a whole number"),
+    float: ((numbers.Real,), "a number"),
+    bool: ((bool, np.bool_), "True or False"),
+    str: ((str,), "a string"),
+    Mapping: ((Mapping,), "a mapping"),
+    tuple: ((tuple,), "a tuple of strings"),
+}
+"""For each type of a field: accepted classes, and the end of the message "NAME=VALUE must be ..."."""
+
+
+def check_type(name: str, value: object, kind: Any, given_by: str = "") -> None:
+    """Check the type of a configuration value. NumPy's numbers count as numbers, bools do not.
+
+    Args:
+        name: name of the value in messages.
+        value: value to check.
+        kind: int, float, bool, str, a mapping, a tuple of strings, or a class.
+        given_by: flag for the message; empty: none.
+
+    Raises:
+        ConfigError: the value has another type.
+    """
+    kind = typing.get_origin(kind) or kind
+    accepted, words = _KINDS.get(kind, ((kind,), f"of the type {kind.__name__}, as in {name}={kind.__name__}(...)"))
+    fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+    if isinstance(value, tuple):
+        fits = fits and all(isinstance(part, str) for part in value)
+    if not fits:
+        raise ConfigError(f"{name}={shown_value(value)} must be {words}{f' ({given_by})' if given_by else ''}")
+
+
+def check_option(cls: type, name: str, value: Any) -> None:
+    """Check type, choices and bounds of the value of one field of a configuration dataclass.
+
+    Raises:
+        ConfigError: the value is not allowed; the message is one line with the value, the rule and the flag.
+    """
+    field, made = options_of(cls).get(name, (None, None))
+    kind = _types(cls)[name]
+    if value is None and type(None) in typing.get_args(kind):
+        return
+    kind = unwrap_optional(kind)
+    if field is None or made is None:
+        return check_type(name, value, kind)
+    choices = typing.get_args(kind)
+    if not choices:
+        check_type(made.keyword, value, kind, made.given_by)
+        if not made.allows(value):
+            raise ConfigError(f"{made.keyword}={shown_value(value)} must {made.must} ({made.given_by})")
+    elif not isinstance(value, str) or value not in choices:
+        rule = made.rule or f"be one of {', '.join(choices)}"
+        raise ConfigError(f"{made.keyword}={shown_value(value)} must {rule} ({made.given_by})")
+
+
 def check_options(config: Any) -> None:
-    """Check choices and bounds of every option of a dataclass; called from `__post_init__`.
+    """Check types, choices and bounds of every field of a dataclass; called from `__post_init__`.
 
     Raises:
         ConfigError: a value is not allowed; the message is one line with the value, the rule and the flag.
     """
-    cls = type(config)
-    for name, (field, made) in options_of(cls).items():
-        value = getattr(config, name)
-        if value is None and field.default is None:
-            continue
-        kind = option_type(cls, name)
-        if kind in (int, float) and not isinstance(value, numbers.Real):
-            raise ConfigError(f"{made.keyword}={value!r:.60} must be a number ({made.given_by})")
-        choices = typing.get_args(kind)
-        if choices and value not in choices:
-            rule = made.rule or f"be one of {', '.join(choices)}"
-            raise ConfigError(f"{made.keyword}={value!r} must {rule} ({made.given_by})")
-        if not choices and not made.allows(value):
-            raise ConfigError(f"{made.keyword}={value} must {made.must} ({made.given_by})")
+    for field in dataclasses.fields(config):
+        check_option(type(config), field.name, getattr(config, field.name))
 
 
 @functools.cache

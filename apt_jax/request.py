@@ -18,8 +18,43 @@ from numpy.typing import NDArray
 
 from apt_jax.config import SLO, SloClass
 from apt_jax.core.kinds import CacheKindName
+from apt_jax.errors import explained
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+_STRUCTURED = "use structured_outputs=StructuredOutputsParams(...)"
+WAYS_OUT = {
+    # vLLM
+    "best_of": "raise n and choose by logprobs",
+    "detokenize": "outputs have text and token ids; leave it out",
+    "early_stopping": "beam search is not supported; leave it out",
+    "extra_args": "there are no plugins that read it; leave it out",
+    "flat_logprobs": "logprobs are a list with a dict per token; leave it out",
+    "guided_decoding": _STRUCTURED,
+    "length_penalty": "beam search is not supported; leave it out",
+    "logits_processors": "requests cannot run code; use logit_bias, bad_words or a constraint",
+    "output_kind": "LLM returns whole outputs, AsyncEngine.submit deltas; leave it out",
+    "repetition_detection": "use repetition_penalty or max_tokens",
+    "skip_reading_prefix_cache": "use LLM(..., enable_prefix_caching=False)",
+    "spaces_between_special_tokens": "use the token ids of the output",
+    "thinking_token_budget": "use max_tokens, or enable_thinking in chat_template_kwargs",
+    "use_beam_search": "use n with a temperature, or a temperature of 0",
+    # SGLang
+    "ebnf": _STRUCTURED,
+    "json_schema": _STRUCTURED,
+    "max_new_tokens": "use max_tokens",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "regex": _STRUCTURED,
+    "stop_regex": "use stop",
+    # llama.cpp, transformers
+    "do_sample": "use a temperature of 0 for greedy outputs",
+    "grammar": _STRUCTURED,
+    "max_length": "use max_tokens",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "repeat_penalty": "use repetition_penalty",
+}
+"""Replacements for sampling parameters of other engines, keyed by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +151,12 @@ class SamplingParams:
     def counts_tokens(self) -> bool:
         """True if a penalty depends on the tokens of the prompt or output."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+SamplingParams.__init__ = explained(WAYS_OUT)(SamplingParams.__init__)
+StructuredOutputsParams.__init__ = explained(
+    {"json_schema": "use json", "choices": "use choice", "backend": "llguidance serves every constraint; leave it out"}
+)(StructuredOutputsParams.__init__)
 
 
 class TokenConstraint(Protocol):

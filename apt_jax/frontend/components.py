@@ -138,7 +138,7 @@ class EngineComponents:
         if self.chat_template is None or self.tokenizer is None:
             raise InvalidRequestError(
                 "messages",
-                f"model {self.model_name!r:.80} has no chat template: send text to /v1/completions, or start the server with one (--chat-template)",
+                f"model {self.model_name!r:.80} has no chat template: send text to /v1/completions or LLM.generate, or start with one (--chat-template FILE)",
             )
         check_text_length(self.limits, self.tokenizer, text_of(messages), "messages", truncated=truncated)
         ids = self.chat_template.encode(

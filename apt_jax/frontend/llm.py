@@ -1,9 +1,13 @@
 """The offline interface `LLM`: an engine in this process, driven by the caller's thread."""
 
 import collections
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,22 +16,34 @@ from tqdm import tqdm
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.engine import Engine
-from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError, counted, json_kind, nearest
+from apt_jax.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    QueueFullError,
+    counted,
+    explained,
+    json_kind,
+    nearest,
+)
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.embedding import check_dimensions, embedding
 from apt_jax.frontend.other_servers import SIMILAR, option_advice
 from apt_jax.frontend.outputs import RequestState
 from apt_jax.frontend.progress import ProgressBars
-from apt_jax.options import options_of
-from apt_jax.request import EngineRequest, RequestOutput, SamplingParams
+from apt_jax.options import check_option, check_type, option_type, options_of
+from apt_jax.request import WAYS_OUT, EngineRequest, RequestOutput, SamplingParams
 from apt_jax.text.chat import Message, Tool
 from apt_jax.text.tokenizer import Tokenizer
+from apt_jax.validation.values import shown
 
 if TYPE_CHECKING:
     from apt_jax.models import ModelParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with one of ``"prompt"`` and ``"prompt_token_ids"``, and optionally ``"cache_salt"``."""
 Adapter = str | Any | None
 """Name of a LoRA adapter, an object with the attribute `lora_name`, or None."""
 
@@ -50,6 +66,42 @@ def _find_options() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
 _OPTIONS = _find_options()
 
 
+def _find_flags() -> dict[str, str]:
+    """Map the flags of the options of `LLM` to the keyword arguments that replace them."""
+    found = {}
+    for keyword, (section, field) in _OPTIONS.items():
+        cls = EngineConfig if section is None else _SECTIONS[section]
+        flags: tuple[str, ...] = (f"--{field.name.replace('_', '-')}",)
+        if field.name in options_of(cls):
+            made = options_of(cls)[field.name][1]
+            flags = (*made.flags, made.given_by)
+        kind = option_type(cls, field.name)
+        for flag in flags:
+            found[flag] = keyword
+            if kind is bool:
+                found[flag.replace("--", "--no-", 1)] = f"{keyword}=False"
+            if typing.get_origin(kind) is Literal:
+                found |= {f"{flag} {choice}": f"{keyword}={choice!r}" for choice in typing.get_args(kind)}
+    return found
+
+
+_FLAGS = _find_flags()
+_FLAG = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(map(re.escape, _FLAGS), reverse=True))})(?![\w-])")
+
+
+@contextlib.contextmanager
+def _naming_keywords() -> Iterator[None]:
+    """Write the flags in error messages as keyword arguments of `LLM`: ``--load-format dummy`` becomes
+    ``load_format='dummy'``."""
+    try:
+        yield
+    except (ConfigError, ModelLoadError, InvalidRequestError) as error:
+        message = _FLAG.sub(lambda flag: _FLAGS[flag[0]], str(error))
+        subject = message.partition("=")[0]
+        error.args = (message.removesuffix(f" ({subject})"),)
+        raise
+
+
 def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
     """Return a configuration in which the model and individual options are replaced.
 
@@ -61,23 +113,44 @@ def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, A
 
     Raises:
         TypeError: an option is unknown.
-        ConfigError: a value is not allowed.
+        ConfigError: a value has the wrong type or is not allowed.
     """
+    if config is not None:
+        check_type("config", config, EngineConfig)
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
     config = EngineConfig(model=model) if config is None else dataclasses.replace(config, model=model)
     changes: dict[str | None, dict[str, Any]] = {None: {}, **{section: {} for section in _SECTIONS}}
     for name, value in overrides.items():
         if name not in _OPTIONS:
             keywords = {field.name: keyword for keyword, (_, field) in _OPTIONS.items()}
             hint = option_advice(name, _OPTIONS) or nearest(keywords.get(name, name), _OPTIONS, cutoff=SIMILAR)
+            if name in ("default_slo_ttft_ms", "default_slo_tbt_ms"):
+                hint = (
+                    f"; use default_slo=SLO({name.removeprefix('default_slo_').removesuffix('_ms')}_s=...), in seconds"
+                )
             raise TypeError(f"LLM has no option {name!r:.80}{hint}")
         section, field = _OPTIONS[name]
         if value is not None or field.default is None:
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
+            check_option(EngineConfig if section is None else _SECTIONS[section], field.name, value)
             changes[section][field.name] = value
     scheduler = changes["scheduler"]
     least = scheduler.get("max_num_seqs", config.scheduler.max_num_seqs)
     scheduler.setdefault("max_num_batched_tokens", max(config.scheduler.max_num_batched_tokens, least))
     sections = {name: dataclasses.replace(getattr(config, name), **changes[name]) for name in _SECTIONS}
     return dataclasses.replace(config, **changes[None], **sections)
+
+
+_OF_CALLS = {
+    "prompt_token_ids": "give token ids as the first argument: [1, 2, 3] or {'prompt_token_ids': [1, 2, 3]}",
+    "guided_options_request": WAYS_OUT["guided_decoding"],
+    "priority": "use slo_class",
+    **dict.fromkeys(("slo_ttft_ms", "slo_tbt_ms", "ttft_s", "tbt_s"), "use slo=SLO(ttft_s=..., tbt_s=...), in seconds"),
+    **dict.fromkeys(SamplingParams.__annotations__, "use sampling_params=SamplingParams(...)"),
+    "chat_template": "give a file to LLM(chat_template=FILE)",
+    "pooling_params": "use pooling, normalize and dimensions",
+}
+"""Replacements for arguments of vLLM's `generate`, `chat` and `embed`, and of misplaced ones."""
 
 
 class LLM:
@@ -114,12 +187,12 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> None:
-        config = configure(model, config, options)
-        bars = ProgressBars(disable=None if use_tqdm else True)
-        try:
-            self.parts = build_engine(config, params=params, warm_up=warm_up, calibrate=calibrate, progress=bars)
-        finally:
-            bars.close()
+        for name, value in (("warm_up", warm_up), ("calibrate", calibrate), ("use_tqdm", use_tqdm)):
+            check_type(name, value, bool)
+        with _naming_keywords():
+            config = configure(model, config, options)
+            with contextlib.closing(ProgressBars(disable=None if use_tqdm else True)) as bars:
+                self.parts = build_engine(config, params=params, warm_up=warm_up, calibrate=calibrate, progress=bars)
 
     @classmethod
     def from_parts(cls, parts: EngineComponents) -> "LLM":
@@ -132,10 +205,19 @@ class LLM:
     def tokenizer(self) -> Tokenizer | None:
         return self.parts.tokenizer
 
+    def get_tokenizer(self) -> Tokenizer | None:
+        """Return `tokenizer`, as in vLLM."""
+        return self.parts.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the default sampling parameters of calls, as in vLLM."""
+        return SamplingParams()
+
     @property
     def engine(self) -> Engine:
         return self.parts.engine
 
+    @explained(_OF_CALLS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -152,7 +234,8 @@ class LLM:
         """Complete prompts as one batch; the outputs are in the order of the prompts.
 
         Args:
-            prompts: a string, a list of strings, a list of token ids, or a list of such lists.
+            prompts: a string, a list of token ids, vLLM's ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``, each
+                optionally with ``"cache_salt"``, or a list of them.
             sampling_params: for all prompts, or one entry per prompt; None: the defaults (16 tokens at temperature 1).
             slo: latency objectives, for all prompts or one entry per prompt; None: `default_slo`.
             slo_class: "rt" (real time) or "be" (best effort), for all prompts or one entry per prompt; None:
@@ -169,7 +252,8 @@ class LLM:
             InvalidRequestError: a prompt or parameter is invalid; then no request has run.
             EngineDeadError: the engine has stopped.
         """
-        of_prompts = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
+        with _naming_keywords():
+            of_prompts = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
         requests = [request for group in of_prompts for request in group]
         states = {request: RequestState(request, self.parts.tokenizer) for request in requests}
         waiting = collections.deque(requests)
@@ -203,6 +287,7 @@ class LLM:
                 self._abort_unfinished(requests)
         return [_joined([states[request].output() for request in group]) for group in of_prompts]
 
+    @explained(_OF_CALLS)
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -237,14 +322,16 @@ class LLM:
         conversations: Sequence[Any] = messages
         if len(messages) and isinstance(messages[0], Mapping):
             conversations = [messages]
-        prompts = [
-            self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
-            for one in conversations
-        ]
+        with _naming_keywords():
+            prompts = [
+                self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
+                for one in conversations
+            ]
         return self.generate(
             prompts, sampling_params, slo=slo, slo_class=slo_class, lora_request=lora_request, use_tqdm=use_tqdm
         )
 
+    @explained(_OF_CALLS)
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -301,7 +388,7 @@ class LLM:
         self, prompts: Any, sampling_params: Any, slo: Any, slo_class: Any, lora_request: Any
     ) -> list[list[EngineRequest]]:
         """Build all requests of each prompt, so that invalid input is rejected before anything runs."""
-        single = isinstance(prompts, str) or (
+        single = isinstance(prompts, str | Mapping) or (
             isinstance(prompts, Sequence | np.ndarray)
             and not isinstance(prompts, bytes | bytearray)
             and len(prompts) > 0
@@ -321,10 +408,9 @@ class LLM:
         requests = []
         of_each = zip(items, all_params, all_slos, classes, adapters, strict=True)
         for number, (prompt, params, objectives, name_of_class, adapter) in enumerate(of_each):
-            name = "prompt" if isinstance(prompt, str) or prompt is None else "prompt_token_ids"
             try:
                 built = self.parts.build_requests(
-                    **{name: prompt},
+                    **_prompt_fields(prompt),
                     params=params,
                     slo=objectives,
                     slo_class=name_of_class,
@@ -338,6 +424,20 @@ class LLM:
                 raise InvalidRequestError(error.field, f"{message} (prompts[{number}])") from None
             requests.append(built)
         return requests
+
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+def _prompt_fields(prompt: Any) -> dict[str, Any]:
+    """Return the arguments of `build_request` for one prompt."""
+    if not isinstance(prompt, Mapping):
+        return {"prompt" if isinstance(prompt, str) or prompt is None else "prompt_token_ids": prompt}
+    fields = {key: value for key, value in prompt.items() if value is not None}
+    unknown = next((key for key in fields if key not in _PROMPT_KEYS), None)
+    if unknown is not None:
+        raise InvalidRequestError("prompt", f"{shown(unknown)} is not one of {', '.join(_PROMPT_KEYS)}; leave it out")
+    return fields
 
 
 def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:

@@ -47,7 +47,33 @@ _NAMES = {
     "--kv-offloading-size": "--swap-space",
     "--http-port": "--port",
 }
-"""Flags that have another name in apt-jax."""
+"""Flags of servers that have another name in apt-jax; docs/coming_from_vllm.md lists them."""
+
+_NAMES_OF_CLIENTS = {
+    **dict.fromkeys(("--model-id", "--hf-repo", "-m"), "--model"),
+    **dict.fromkeys(("--policy", "--policies", "--scheduler", "--scheduling"), "--scheduling-policy"),
+    **dict.fromkeys(("--request-rate", "--arrival-rate", "--qps"), "--rate"),
+    **dict.fromkeys(("--num-prompts", "--num-prompt", "--requests", "--n-requests"), "--num-requests"),
+    **dict.fromkeys(("--dataset", "--dataset-name"), "--trace"),
+    "--dataset-path": "--prompts",
+    **dict.fromkeys(("--input-len", "--random-input", "--prompt-tokens"), "--random-input-len"),
+    **dict.fromkeys(("--output-len", "--random-output"), "--random-output-len"),
+    "--warmup-requests": "--num-warmups",
+    **dict.fromkeys(("--save-result", "--result-filename", "--output-file", "--output-json"), "--json"),
+    **dict.fromkeys(("--ttft", "--ttft-slo", "--slo-ttft"), "--slo-ttft-ms"),
+    **dict.fromkeys(("--tbt", "--tpot", "--itl", "--tbt-slo", "--slo-tbt"), "--slo-tbt-ms"),
+    **dict.fromkeys(("--gpu", "--device"), "--hardware"),
+    **dict.fromkeys(("--n-predict", "-n", "--predict", "--max-new-tokens", "--max-completion-tokens"), "--max-tokens"),
+    "--temp": "--temperature",
+    "--repeat-penalty": "--repetition-penalty",
+    **dict.fromkeys(("--reverse-prompt", "-r"), "--stop"),
+    "-sys": "--system",
+    **dict.fromkeys(("--json-schema-file", "--guided-json"), "--json-schema"),
+    "--guided-regex": "--regex",
+    "--guided-choice": "--choice",
+    **dict.fromkeys(("--grammar-file", "--guided-grammar"), "--grammar"),
+}
+"""Flags of load generators, simulators and command-line clients, and slips, that have another name in apt-jax."""
 
 _DIFFERENT = {
     "--api-key": "a file with the key; or set APT_JAX_API_KEY",
@@ -57,6 +83,12 @@ _DIFFERENT = {
     "--num-gpu-blocks-override": "twice as many, because a block holds keys or values",
     "--schedule-policy": "with different policy names (apt-jax policies)",
     "--allowed-origins": "one origin per flag",
+    **dict.fromkeys(("--dataset", "--dataset-name"), "a CSV file or a bundled trace"),
+    "--dataset-path": "JSON lines with prompt or messages",
+    **dict.fromkeys(
+        ("--ttft", "--ttft-slo", "--slo-ttft", "--tbt", "--tpot", "--itl", "--tbt-slo", "--slo-tbt"), "in milliseconds"
+    ),
+    "--guided-choice": "separated by commas",
 }
 """Meaning of the value in apt-jax, for flags where it differs."""
 
@@ -160,7 +192,7 @@ def advice(word: str, value: str | None, flags: Collection[str]) -> str:
         flags: flags of the command.
     """
     word = _canonical(word)
-    name = _NAMES.get(word)
+    name = _NAMES.get(word) or _NAMES_OF_CLIENTS.get(word)
     if name is not None and name in flags:
         return f"; it is {name} here{f', {_DIFFERENT[word]}' if word in _DIFFERENT else ''}"
     if word == "--violation-decay" and "--scheduling-policy" in flags:

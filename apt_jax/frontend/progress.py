@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Function of (stage, done, total), called when a stage begins and after each part of it. Stages: "loading", "kernels"
-and "layout", which have one part, "preparing" (programs: compiled, or loaded from disk) and "calibrating"."""
+and "layout", which have one part, "preparing" (programs: compiled, or loaded from disk), "calibrating", and "sweeping" (runs
+of the simulator)."""
 
 
 def of_stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
@@ -51,7 +52,11 @@ class ProgressBars:
     _REPORT_EVERY_S: ClassVar = 4.0
     """Time in seconds between reports: below the promised five seconds, with a margin for a busy machine."""
     _TICK_S: ClassVar = 0.5
-    _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
+    _DONE: ClassVar = {
+        "preparing": ("program", "prepared"),
+        "calibrating": ("step", "calibrated"),
+        "sweeping": ("run", "simulated"),
+    }
     """Keyed by stage: the unit that is counted, and the word that reports the end of the stage."""
     _WITHOUT_PARTS: ClassVar = (LOADING, KERNELS, LAYOUT)
 

@@ -52,6 +52,8 @@ class PolicyMaker:
     """Paper or server that the policy comes from."""
     summary: str = ""
     """One-line description for lists of policies."""
+    assumes_reprojection: bool = False
+    """True if the policy chooses well only where attention over a hidden cache costs as much as by reprojection."""
 
     def __call__(self, seed: int, options: Mapping[str, Any] | None = None) -> Policy:
         values = {"seed": seed} if "seed" in _parameters(self.cls) else {}
@@ -143,9 +145,13 @@ def _installed(name: str, bundled: Mapping[str, PolicyMaker]) -> str:
         raise ConfigError(
             f"policy={name!r} is vLLM's: here a request's priority is its class, which apt-plus and bros tell apart (docs/serving/classes.md) {_FLAG}"
         )
-    known = sorted({*bundled, *points.names})
+    if "," in name:
+        raise ConfigError(
+            f"policy={name!r:.200} is a list: give one policy (apt-jax simulate compares several) {_FLAG}"
+        )
+    hint = nearest(name, sorted({*bundled, *points.names})) or ";"
     raise ConfigError(
-        f"policy={name!r:.200} must be one of {', '.join(known)}, or package.module:Class{nearest(name, known)} {_FLAG}"
+        f"policy={name!r:.200} is unknown{hint} `apt-jax policies` lists all; others are package.module:Class {_FLAG}"
     )
 
 

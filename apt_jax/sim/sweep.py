@@ -6,11 +6,14 @@ on. An interrupted sweep that is started again with the same store runs only the
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -283,13 +286,28 @@ def _map(
         return
     # Not forked: the caller may have threads (JAX has).
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(missing)), context)
+    others = {*multiprocessing.active_children()}
+    pool = concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(missing)), context, initializer=_end_with_parent, initargs=(os.getpid(),)
+    )
     try:
         futures = {pool.submit(function, task): key for key, task in missing.items()}
         for future in concurrent.futures.as_completed(futures):
             keep(futures[future], future.result())
+    except (KeyboardInterrupt, SystemExit):
+        for process in {*multiprocessing.active_children()} - others:
+            process.kill()  # a run may take hours
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent exits, even if the parent is killed (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # the parent exited before the call
+        os._exit(1)
 
 
 def check_hardware(configs: Iterable[SimulationConfig]) -> None:

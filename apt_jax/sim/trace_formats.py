@@ -49,7 +49,7 @@ def read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
         return _mooncake(path)
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
-        raise ConfigError(f"{path}: holds no .json file with a session (--trace)")
+        raise ConfigError(f"{path}: is a directory without a session in .json; give a CSV file in it (--trace)")
     header = ["prompt_tokens", "output_tokens", "session", "subagent", "request", "parent", "shared_blocks", "think_s", "input"]  # fmt: skip
     return header, list(itertools.chain.from_iterable(map(_session, files)))
 

@@ -282,7 +282,10 @@ def _slo_class(value: object) -> SloClass:
 
 def _slo(slo: object, ttft_ms: object, tbt_ms: object) -> SLO:
     if not isinstance(slo, SLO):
-        raise InvalidRequestError("slo", f"{type(slo).__name__} is not an SLO(ttft_s=..., tbt_s=...)")
+        parts = "ttft_s=..., tbt_s=..."
+        if isinstance(slo, Mapping) and slo:
+            parts = ", ".join(f"{name}={shown(value)}" for name, value in list(slo.items())[:2])
+        raise InvalidRequestError("slo", f"{json_kind(slo)} is not an SLO; use SLO({parts:.100})")
 
     def objective(field: str, value: object, raw_ms: object) -> float:
         if raw_ms is not None:

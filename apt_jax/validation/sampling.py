@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from apt_jax.errors import InvalidRequestError, counted, json_kind
-from apt_jax.request import SamplingParams
+from apt_jax.request import WAYS_OUT, SamplingParams
 from apt_jax.validation.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -61,12 +61,10 @@ def checked_sampling_params(
             if name in UNSUPPORTED:
                 raise unsupported(name)
             if name not in _SAMPLING_FIELDS:
-                near = (
-                    difflib.get_close_matches(name, _SAMPLING_FIELDS, n=1)
-                    if isinstance(name, str) and len(name) <= 64
-                    else []
-                )
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; {WAYS_OUT[name]}" if name in WAYS_OUT else ""
+                if not hint and isinstance(name, str) and len(name) <= 64:
+                    near = difflib.get_close_matches(name, _SAMPLING_FIELDS, n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise InvalidRequestError(shown(name).strip("'"), f"no sampling parameter has this name{hint}")
         params = SamplingParams(**params)  # type: ignore[arg-type]  # checked field by field below
     elif not isinstance(params, SamplingParams):

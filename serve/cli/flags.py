@@ -6,6 +6,7 @@ request field (`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
 
 import argparse
 import dataclasses
+import decimal
 import re
 import shlex
 import sys
@@ -70,7 +71,8 @@ class Parser(argparse.ArgumentParser):
     def _show(self, actions: "Iterable[tuple[str | None, Sequence[argparse.Action]]]", end: str = "") -> NoReturn:
         """Print these flags under their group titles, then `end`, and exit."""
         formatter = self._get_formatter()
-        formatter.add_usage(f"{self.prog} [MODEL] [flags]", [], [], None)
+        places = [formatter._format_args(action, action.dest) for action in self._actions if not action.option_strings]
+        formatter.add_usage(" ".join([self.prog, *places, "[flags]"]), [], [], None)
         formatter.add_text(self.description)
         for title, members in actions:
             formatter.start_section(title)
@@ -86,7 +88,7 @@ class Parser(argparse.ArgumentParser):
             return
         if not topic:
             known = {flag: action for action in self._actions for flag in action.option_strings or (action.dest,)}
-            titles = ", ".join(sorted(_topic(title) for title, _ in groups[2:]))
+            titles = _titles(groups)
             rest = f"\n{len(self._actions) - len(self.brief)} more flags: --help=all, --help=GROUP or --help=WORD (in a flag's name); groups: {titles}\n"
             chosen = [known[flag] for flag in self.brief]
             places, flags = [a for a in chosen if not a.option_strings], [a for a in chosen if a.option_strings]
@@ -100,8 +102,8 @@ class Parser(argparse.ArgumentParser):
             ]
             found = [(title, members) for title, members in matching if members] if word else []
         if not found:
-            titles = ", ".join(sorted(_topic(title) for title, _ in groups))
-            self.error(f"no group or flag matches {topic!r:.60} (--help); groups: {titles}; all flags: --help=all")
+            titles = f"groups: {_titles(groups)}; " if _titles(groups) else ""
+            self.error(f"no group or flag matches {topic!r:.60} (--help); {titles}all flags: --help=all")
         self._show(found)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -121,8 +123,20 @@ class Parser(argparse.ArgumentParser):
             lines = (f"{self.prog}: unknown flag {name!r:.60}{self._told(name, given)}\n" for name in names)
             self.exit(2, "".join(lines))
         if unknown:
-            self.error(f"unexpected argument {unknown[0]!r:.60}")
+            self.error(f"unexpected argument {unknown[0]!r:.60}{self._place_of(unknown[0])}")
+        model = getattr(parsed, "model", None)
+        if isinstance(model, str) and _is_address(model) and "model" in self._places():
+            self.error(f"{model!r:.80} is the address of a server, not a model{self._place_of(model)}")
         return parsed
+
+    def _places(self) -> list[str]:
+        """Return the names of the positional arguments."""
+        return [action.dest for action in self._actions if not action.option_strings]
+
+    def _place_of(self, word: str) -> str:
+        """Return the flag for a word that is not behind one, to append to an error message; empty: not known."""
+        flag = "--target" if _is_address(word) else "" if self._places() else "--model"
+        return f"; give it as {flag} {word:.60}" if flag in self._option_string_actions else ""
 
     def _told(self, flag: str, given: Sequence[str]) -> str:
         """Return advice on an unknown flag of this command line, to append to an error message; empty: no advice."""
@@ -131,6 +145,16 @@ class Parser(argparse.ArgumentParser):
             return f"; it is a setting: {setting}"
         known = self._option_string_actions
         return advice(flag, value, known) or nearest_flag(flag, known)
+
+
+def _is_address(text: str) -> bool:
+    """Return True for the address of a server: a URL or ``HOST:PORT``."""
+    return "://" in text or re.fullmatch(r"[\w.-]+:\d{2,5}", text) is not None
+
+
+def _titles(groups: "Sequence[tuple[str, Sequence[argparse.Action]]]") -> str:
+    """Return the names of the groups of flags of a command for messages, without argparse's own."""
+    return ", ".join(sorted(_topic(title) for title, _ in groups if title not in ("positional arguments", "options")))
 
 
 def _topic(title: str) -> str:
@@ -150,9 +174,9 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1
 
 
 def _tokens(text: str) -> int:
-    found = re.fullmatch(r"([0-9]{1,15})([kmgKMG])", text)
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15}(?=[kmg]))?)([kmgKMG])", text)
     try:
-        return int(found[1]) * _UNITS[found[2]] if found else int(text)
+        return int(decimal.Decimal(found[1]) * _UNITS[found[2]]) if found else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r:.40} is not an integer, 4k (4000) or 4K (4096); leave the flag out for its default"
@@ -177,6 +201,14 @@ def positive(kind: type[int] | type[float]) -> Any:
         return value
 
     return convert
+
+
+def share(text: str) -> float:
+    """Parse a number in (0, 1]; an argparse type."""
+    value = positive(float)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must lie in (0, 1], a share such as 0.9")
+    return value
 
 
 def not_negative(text: str) -> float:
@@ -250,7 +282,7 @@ class Settings(Parser):
         names = [action.dest for action in self._actions]
         action = self.find(name)
         if action is None:
-            hint = nearest(name.replace("-", "_"), names) or f"; settings: {', '.join(sorted(names))}"
+            hint = nearest(name.replace("-", "_"), names) or "; --help=settings lists them"
             raise ValueError(f"no setting {name!r:.60}{hint}")
         if not equals:
             raise ValueError(f"{text!r:.60} is not {action.dest}=VALUE")

@@ -79,6 +79,7 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     import grpc  # these imports take most of a second
 
     from serve.cli.flags import Parser
+    from serve.cli.options import check_json
     from serve.client import is_http_port, status_text
 
     prog = f"apt-jax {command}"
@@ -87,6 +88,7 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     args.command_line = shlex.join(["apt-jax", command, *without_key(list(argv))])
     try:
+        check_json(args)
         if "-" not in (getattr(args, "json", None), getattr(args, "save_json", None)):
             return int(module.run(args) or 0)
         from serve.cli.output import tables_on_stderr  # heavy to import

@@ -19,11 +19,11 @@ from apt_jax.sched import POLICIES, check_policy
 from apt_jax.utils.text_files import read_text
 from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, REQUEST_FIELDS, RequestLimits, build_request
 from serve.cli import flags
-from serve.cli.flags import Parser, natural, not_negative, positive
+from serve.cli.flags import Parser, natural, not_negative, positive, share
 from serve.client import HTTP_SCHEMES, address, channel_credentials
 from serve.security.single_key import KEY_VARIABLE
 
-__all__ = ["Parser", "natural", "not_negative", "positive"]
+__all__ = ["Parser", "natural", "not_negative", "positive", "share"]
 
 DEFAULT_MODEL = "tiny-opt"
 CHAT_MODEL = "smollm2-135m"
@@ -354,5 +354,24 @@ def read_api_key(path: str | None) -> str | None:
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", metavar="FILE", help="write the results as JSON; -: to stdout, with everything else on stderr"
-    )
+        "--json", nargs="?", const="-", metavar="FILE",
+        help="write the results as JSON; without FILE or with -: to stdout, with everything else on stderr",
+    )  # fmt: skip
+
+
+def check_json(args: argparse.Namespace) -> None:
+    """Check before the work that the file of ``--json`` can be written.
+
+    Raises:
+        ConfigError: the path is a directory, or cannot be written.
+    """
+    path = getattr(args, "json", None) or getattr(args, "save_json", None)
+    if path in (None, "-"):
+        return
+    if os.path.isdir(path):
+        raise ConfigError(f"{path}: is a directory; name a file (--json)")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{path}: no such directory (--json)")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written (--json)")

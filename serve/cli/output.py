@@ -20,12 +20,14 @@ from serve.errors import CommandError
 
 def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
     """Print a table of two columns: name and value."""
-    table = Table(title=title, show_header=False, box=None, title_justify="left", title_style="bold")
+    table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(str(value)))
-    Console(highlight=False, emoji=False).print(table)
+    console = Console(highlight=False, emoji=False)
+    console.print(Text(title, style="bold"), soft_wrap=True)  # a table's own title is wrapped to its width
+    console.print(table)
 
 
 def objectives(slo: SLO) -> str:
@@ -70,15 +72,16 @@ def tables_on_stderr() -> Iterator[None]:
         _json_out.pop()
 
 
+def say_on_stderr(line: str) -> None:
+    """Write a line of progress to stderr at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
     """Return bars that show an engine's startup progress on stderr at least every five seconds until `close`; they are
     plain lines if stderr is not a terminal."""
-
-    def say(line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
-
-    return ProgressBars(disable=True if quiet else None, say=say).keep_reporting()
+    return ProgressBars(disable=True if quiet else None, say=say_on_stderr).keep_reporting()
 
 
 def rounded(value: Any, places: int = 6) -> Any:

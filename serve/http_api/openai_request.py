@@ -19,7 +19,7 @@ import numpy as np
 
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
-from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.request import WAYS_OUT, EngineRequest, SamplingParams
 from apt_jax.text.detokenizer import IncrementalDetokenizer
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import (
@@ -298,7 +298,7 @@ def check_model(parts: EngineComponents, model: object) -> None:
 
 def _check_best_of(parts: EngineComponents, best_of: object, n: int) -> None:
     if best_of is not None and check_integer("best_of", best_of, 1, parts.limits.max_sequences) != n:
-        raise InvalidRequestError("best_of", "must equal n; raise n and choose by logprobs")
+        raise InvalidRequestError("best_of", f"must equal n; {WAYS_OUT['best_of']}")
 
 
 def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import threading
@@ -26,7 +27,7 @@ from apt_jax.frontend.outputs import OutputAssembler, RequestState
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.lab.reference_model import forward
 from apt_jax.models import LoadedModel, load_model
-from apt_jax.request import CompletionOutput, RequestOutput, StructuredOutputsParams
+from apt_jax.request import WAYS_OUT, CompletionOutput, RequestOutput, StructuredOutputsParams
 from apt_jax.utils.activity import activity
 from tests.support.caches import calibrations_apart
 from tests.support.cases import ALL
@@ -92,7 +93,20 @@ def test_outputs_come_in_the_order_of_the_prompts_and_equal_their_reference():
 
 @pytest.mark.parametrize(
     ("prompts", "num"),
-    [("text", 1), (["a", "b"], 2), ([5, 6], 1), ([[5, 6], [7]], 2), (["a", [5]], 2), ((), 0), (np.array([5, 6]), 1)],
+    [
+        *[
+            ("text", 1),
+            (["a", "b"], 2),
+            ([5, 6], 1),
+            ([[5, 6], [7]], 2),
+            (["a", [5]], 2),
+            ((), 0),
+            (np.array([5, 6]), 1),
+        ],
+        ({"prompt": "a"}, 1),
+        ([{"prompt": "a"}, {"prompt_token_ids": [5, 6], "cache_salt": "x"}, "b", [7]], 4),
+        ({"prompt_token_ids": np.array([5]), "prompt": None, "multi_modal_data": None}, 1),
+    ],
 )
 def test_the_forms_of_prompts(prompts, num):
     outputs = generate(toy(), prompts, GREEDY)
@@ -205,7 +219,7 @@ def test_without_a_tokenizer_there_are_tokens_and_no_text():
     (output,) = generate(llm, [5, 6, 7], GREEDY)
     assert only(output).text == ""
     assert len(only(output).token_ids) == 8
-    with pytest.raises(InvalidRequestError, match="--tokenizer"):
+    with pytest.raises(InvalidRequestError, match="start with one \\(tokenizer DIR"):
         llm.generate("text", use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         llm.generate([5], SamplingParams(stop=("x",)), use_tqdm=False)
@@ -233,6 +247,13 @@ def test_without_a_tokenizer_there_are_tokens_and_no_text():
         ("x", {"sampling_params": [SamplingParams()] * 2}, "sampling_params"),
         ("x", {"sampling_params": "greedy"}, "params"),
         ("x", {"sampling_params": {"temprature": 0.0}}, "temprature"),
+        ({}, {}, "prompt"),
+        ({"prompt": 5}, {}, "prompt"),
+        ({"prompt": "a", "prompt_token_ids": [5]}, {}, "prompt"),
+        (["a", {"prompt": "a", "multi_modal_data": {"image": 1}}], {}, "prompt"),
+        ({"prompt_token_ids": "a"}, {}, "prompt_token_ids"),
+        ({"prompt": "a", "cache_salt": 5}, {}, "cache_salt"),
+        ("x", {"slo": {"ttft_s": 1}}, "slo"),
         (["x", "y"], {"slo": [SLO()]}, "slo"),
         ("x", {"slo": (0.5, 0.5)}, "slo"),
     ],
@@ -248,6 +269,51 @@ def test_bad_input_is_refused_before_anything_runs(prompts, kwargs, field):
     assert only(generate(llm, "after", GREEDY)[0]).finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda llm: llm.generate("x", slo={"ttft_s": 1}), r"^slo: an object is not an SLO; use SLO\(ttft_s=1\)$"),
+        (lambda llm: llm.generate(prompt_token_ids=[1]), r"^LLM.generate has no parameter 'prompt_token_ids'; give token ids as"),
+        (lambda llm: llm.generate("x", temperature=0), r"'temperature'; use sampling_params=SamplingParams\(...\)$"),
+        (lambda llm: llm.generate("x", slo_ttft_ms=5), r"'slo_ttft_ms'; use slo=SLO\("),
+        (lambda llm: llm.chat([], chat_template="x"), r"'chat_template'; give a file to LLM\(chat_template=FILE\)$"),
+        (lambda llm: llm.embed("x", normalise=True), r"^LLM.embed has no parameter 'normalise'; did you mean normalize\?$"),
+        (lambda llm: configure("m", None, {"default_slo_ttft_ms": 5}), r"use default_slo=SLO\(ttft_s=...\), in seconds$"),
+    ],
+)  # fmt: skip
+def test_arguments_of_other_engines_are_told_what_to_use(call, told):
+    with pytest.raises((InvalidRequestError, TypeError), match=told):
+        call(toy())
+
+
+def test_a_type_error_of_other_origin_is_kept():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'prompts'"):
+        toy().generate()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", [*WAYS_OUT, "temprature", "max_token", "presence_penality"])
+def test_an_unknown_sampling_parameter_is_told_what_to_use(name):
+    told = f"; {WAYS_OUT[name]}" if name in WAYS_OUT else "; did you mean "
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(**{name: 1})  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"SamplingParams has no parameter '{name}'{told}")
+    with pytest.raises(InvalidRequestError) as refused:
+        toy().generate("x", {name: 1})
+    assert str(refused.value).startswith(f"{name}: no sampling parameter has this name{told}")
+
+
+def test_names_for_other_parameters_are_not_parameters():
+    assert not {*WAYS_OUT} & {field.name for field in dataclasses.fields(SamplingParams)}
+    assert list(inspect.signature(SamplingParams).parameters)[:2] == ["max_tokens", "temperature"]
+    assert list(inspect.signature(LLM.generate).parameters)[:3] == ["self", "prompts", "sampling_params"]
+
+
+def test_methods_of_vllm():
+    llm = toy()
+    assert llm.get_tokenizer() is llm.tokenizer
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
 def test_the_message_says_which_prompt():
     with pytest.raises(InvalidRequestError, match=r"prompt: must not be empty \(prompts\[2\]\)"):
         toy().generate(["a", "b", ""], use_tqdm=False)
@@ -255,7 +321,7 @@ def test_the_message_says_which_prompt():
 
 def test_R3_a_prompt_that_can_never_fit_the_pool():
     llm = toy(num_blocks=20)
-    with pytest.raises(InvalidRequestError, match=r"never fit.*--num-blocks-override"):
+    with pytest.raises(InvalidRequestError, match=r"never fit.*\(num_blocks_override\)"):
         llm.generate("x" * 70, use_tqdm=False)
     assert executor_of(llm.parts).num_steps == 0
 
@@ -275,9 +341,27 @@ def test_R3_a_prompt_that_can_never_fit_the_pool():
         {"max_model_len": 1},
     ],
 )
-def test_wrong_configurations_name_their_flag(fields):
-    with pytest.raises(ConfigError, match=r"\(-{1,2}[a-z-]+\)"):
+def test_wrong_configurations_name_their_keyword_and_no_flag(fields):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields)).removeprefix('scheduling_')}") as caught:
         LLM("tiny-opt", **fields)
+    assert not re.search(r"(?<![\w-])--?[a-z]", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: LLM("facebook/opt-125m"), r"or run it with random weights \(load_format='dummy'\)"),
+        (lambda: LLM("tiny-opt", swap_space=1, enable_prefix_caching=False), "leave out enable_prefix_caching=False or swap_space$"),
+        (lambda: LLM("tiny-opt", max_loras=0), r"^max_loras=0 must lie in \[1, 256\]$"),
+        (lambda: toy().chat([{"role": "user", "content": "hi"}]), r"start with one \(chat_template FILE\)"),
+        (lambda: LLM("tiny-opt", config=5), r"^config=5 must be of the type EngineConfig"),  # type: ignore[arg-type]
+        (lambda: LLM("tiny-opt", warm_up="no"), "^warm_up='no' must be True or False$"),  # type: ignore[arg-type]
+        (lambda: LLM(5), "^model=5 must be a string$"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_errors_of_the_python_interface_name_its_keywords(make, told):
+    with pytest.raises((ConfigError, ModelLoadError, InvalidRequestError), match=told):
+        make()
 
 
 def test_an_unknown_option_is_an_error():
@@ -287,7 +371,7 @@ def test_an_unknown_option_is_an_error():
 
 @pytest.mark.parametrize(
     ("wrong", "right"),
-    [("max_num_seq", "max_num_seqs"), ("policy", "scheduling_policy"), ("mode", "cache")],
+    [("max_num_seq", "max_num_seqs"), ("mode", "cache")],
 )
 def test_an_unknown_option_names_the_nearest_one(wrong, right):
     with pytest.raises(TypeError, match=f"LLM has no option '{wrong}'; did you mean {right}\\?$"):
@@ -301,6 +385,7 @@ def test_an_unknown_option_names_the_nearest_one(wrong, right):
         ("gpu_memory_utilization", "it is device_memory_utilization here, the share of .*"),
         ("pipeline_parallel_size", r"only tensor parallelism is supported \(tensor_parallel_size\)"),
         ("tp", "it is tensor_parallel_size here"),
+        ("policy", "it is scheduling_policy here"),
     ],
 )
 def test_an_option_of_vllm_is_told_what_to_write(option, told):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from apt_jax.frontend.other_servers import _DIFFERENT, _NAMES, _NOTHING, advice, nearest_flag
+from apt_jax.frontend.other_servers import _DIFFERENT, _NAMES, _NAMES_OF_CLIENTS, _NOTHING, advice, nearest_flag
 from serve.cli.options import Parser
 from tests.support.snapshots import parser_of
 
@@ -28,12 +28,39 @@ def test_other_spellings_are_told_the_same(given, flag):
     assert advice(given, None, FLAGS) == advice(flag, None, FLAGS) != ""
 
 
-def test_every_name_is_a_flag_of_serve_or_chat_and_no_flag_of_both_is_told_anything():
-    chat = parser_of("chat")._option_string_actions
-    assert {*_NAMES.values()} <= {*FLAGS, *chat}
-    assert {*_DIFFERENT} <= set(_NAMES)
-    assert set(FLAGS) & {*_NAMES, *_NOTHING} == {"--api-key"}  # which chat does not have
-    assert not chat.keys() & {*_NAMES, *_NOTHING}
+COMMANDS = {name: parser_of(name)._option_string_actions for name in ("chat", "generate", "bench", "simulate")}
+
+
+def test_every_name_is_a_flag_and_no_flag_of_serve_or_chat_is_told_anything():
+    chat = COMMANDS["chat"]
+    names = _NAMES | _NAMES_OF_CLIENTS
+    assert {*names.values()} <= {*FLAGS}.union(*COMMANDS.values())
+    assert {*_DIFFERENT} <= set(names)
+    assert not {*_NAMES} & {*_NAMES_OF_CLIENTS}
+    assert set(FLAGS) & {*names, *_NOTHING} == {"--api-key"}  # which chat does not have
+    assert not chat.keys() & {*names, *_NOTHING}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "flag"),
+    [
+        ("simulate", ("--policy", "--policies", "--scheduler"), "--scheduling-policy"),
+        ("simulate", ("--request-rate", "--qps", "--arrival-rate"), "--rate"),
+        ("simulate", ("--num-prompts", "--requests", "--n-requests"), "--num-requests"),
+        ("bench", ("--requests", "--n-requests"), "--num-requests"),
+        ("bench", ("--qps", "--arrival-rate"), "--rate"),
+        ("bench", ("--output-file", "--save-result"), "--json"),
+        ("bench", ("--dataset", "--dataset-name"), "--trace"),
+        ("bench", ("--input-len", "--random-input"), "--random-input-len"),
+        ("generate", ("--n-predict", "-n", "--max-new-tokens"), "--max-tokens"),
+        ("chat", ("--temp",), "--temperature"),
+        ("chat", ("-m", "--hf-repo"), "--model"),
+        ("generate", ("--guided-json",), "--json-schema"),
+    ],
+)
+def test_names_of_other_commands_are_told_by_each_command(command, words, flag):
+    for word in words:
+        assert advice(word, None, COMMANDS[command]).startswith(f"; it is {flag} here")
 
 
 @pytest.mark.parametrize(

@@ -583,7 +583,7 @@ def test_R24_objectives_in_milliseconds(field, value):
     refused(field, **{field: value})
 
 
-@pytest.mark.parametrize("bad", [1e18, 1e-9, True])
+@pytest.mark.parametrize("bad", [1e18, 1e-9])
 def test_R24_objectives_of_python(bad):
     refused("slo.ttft_s", slo=SLO(ttft_s=bad))
     refused("slo.tbt_s", slo=SLO(tbt_s=bad))

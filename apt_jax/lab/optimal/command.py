@@ -182,7 +182,8 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
             f"--max-num-batched-tokens {args.max_num_batched_tokens}"
         )
     if args.requests not in known_traces() and not os.path.isfile(args.requests):
-        raise ConfigError(f"{args.requests}: no such file (--requests)")
+        what = "is a directory; give a CSV file in it" if os.path.isdir(args.requests) else "no such file"
+        raise ConfigError(f"{args.requests}: {what} (--requests)")
     try:
         trace = load_trace(args.requests)
     except ConfigError as error:

@@ -45,7 +45,8 @@ POLICIES: dict[str, PolicyMaker] = {
         AptReleasedPolicy,
         source="Apt-Serve's released code",
         summary="`apt` as its authors released it: violated requests do not count, the limits on tokens and slots end the "
-        "greedy pass, hidden caches are dropped at the first decode step",
+        "greedy pass, hidden caches are dropped at the first decode step; assumes `--hidden-attention reproject`",
+        assumes_reprojection=True,
     ),
     "apt-in-pass": PolicyMaker(
         AptInPassPolicy,

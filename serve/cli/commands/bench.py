@@ -39,13 +39,6 @@ def _rate(text: str) -> float:
     return math.inf if text == "inf" else options.positive(float)(text)
 
 
-def _share(text: str) -> float:
-    value = options.positive(float)(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must lie in (0, 1]")
-    return value
-
-
 def _objective(text: str) -> tuple[str, float]:
     name, colon, ms = text.partition(":")
     if name not in ("ttft", "tbt") or not colon:
@@ -89,12 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--goodput", type=_objective, nargs="+", metavar="ttft:MS tbt:MS", help="the SLO in vLLM's syntax")
     group = parser.add_argument_group("sustained rate")
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that keeps the target attainment, by bisection starting at --request-rate (default 1)")
-    group.add_argument("--attainment", type=_share, nargs="+", default=[0.9], metavar="SHARE", help="target shares of requests that attain the SLO, e.g. 0.9 0.6 (default: 0.9)")
+    group.add_argument("--attainment", type=options.share, nargs="+", default=[0.9], metavar="SHARE", help="target shares of requests that attain the SLO, e.g. 0.9 0.6 (default: 0.9)")
     group.add_argument("--seeds", type=positive(int), default=3, metavar="N", help="number of seeds, starting at --seed, each with its own search")
     group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search stops")
     group = parser.add_argument_group("results")
     group.add_argument("--save-csv", metavar="FILE", help="one row per request; with --find-rate one row per run")
-    group.add_argument("--save-json", "--json", metavar="FILE", help="JSON summary with command, versions and date; -: to stdout, with everything else on stderr")
+    group.add_argument("--save-json", "--json", nargs="?", const="-", metavar="FILE", help="JSON summary with command, versions and date; without FILE or with -: to stdout, with everything else on stderr")
     group.add_argument("--save-png", metavar="FILE", help="PNG plot of TTFT, TBT and SLO attainment; with --find-rate, of SLO attainment against request rate")
     # fmt: on
 
@@ -131,9 +124,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{args.seed} must be at least 0 (--seed)")
     if args.num_warmups < 0:
         raise ConfigError(f"{args.num_warmups} must be at least 0 (--num-warmups)")
-    for flag in ("save_csv", "save_json", "save_png"):
+    for flag in ("save_csv", "save_png"):
         path = getattr(args, flag)
-        if path not in (None, "-") and not Path(path).resolve().parent.is_dir():
+        if path is not None and not Path(path).resolve().parent.is_dir():
             name = flag.replace("_", "-")
             raise ConfigError(f"{path}: no such directory (--{name})")
     if args.save_png is not None:

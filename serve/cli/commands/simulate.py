@@ -4,30 +4,35 @@ Simulates one run or a sweep over rates, policies and seeds, or finds the effect
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from apt_jax.config import SLO
+from apt_jax.config import SLO, SchedulerConfig
+from apt_jax.core.kinds import HIDDEN
 from apt_jax.errors import ConfigError, counted
 from apt_jax.frontend.progress import ProgressBars
-from apt_jax.sched import check_policy
+from apt_jax.sched import all_policies, check_policy
 from apt_jax.sim import sessions
 from apt_jax.sim.catalog import OBJECTIVES
 from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.hardware import known_hardware
+from apt_jax.sim.hardware import known_hardware, load_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces, load_trace
 from serve.cli import flags, options
-from serve.cli.output import objectives, print_table, write_json
+from serve.cli.output import objectives, print_table, say_on_stderr, write_json
 from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace left out because they can never fit"
@@ -37,10 +42,10 @@ BURST_TTFTS = 10
 
 def _list_of(kind: Any) -> Any:
     def convert(text: str) -> list[Any]:
-        values = [kind(part) for part in text.split(",") if part]
-        if not values:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is an empty list")
-        return values
+        parts = [part.strip() for part in text.split(",")]
+        if not all(parts):
+            raise argparse.ArgumentTypeError(f"{text!r:.60} has an empty entry; separate values by single commas")
+        return [kind(part) for part in parts]
 
     return convert
 
@@ -80,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("policy", "cache", "hidden_attention", "rho_us", "overlap", "max_num_seqs",
         "max_num_batched_tokens", "num_blocks", "swap_space",
         policy={"type": _list_of(str), "default": [default],
-                "help": f"one or several of {options.POLICY_HELP} (default: {default})"})  # fmt: skip
+                "help": f"one or several of {options.POLICY_HELP} (default: {default}; of apt-jax serve: {SchedulerConfig().policy})"})  # fmt: skip
     group.add_argument(
         "--host-ms", type=float, metavar="MS", default=0.0,
         help="host time per step in milliseconds, during which the device is idle unless steps overlap",
@@ -91,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several runs")
     group.add_argument("--rates", type=_list_of(positive(float)), metavar="R1,R2,...", help="one run at each rate")
     group.add_argument(
-        "--find-rate", type=positive(float), metavar="SHARE",
+        "--find-rate", type=options.share, metavar="SHARE",
         help="find the highest rate at which this share of the requests attains its SLO, e.g. 0.9",
     )  # fmt: skip
     group.add_argument(
@@ -136,7 +141,29 @@ def _check_flags(args: argparse.Namespace) -> None:
         require_matplotlib("--png")
 
 
+def _terminate(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM end this process like an exception, so that it ends its workers first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run(args: argparse.Namespace) -> int:
+    with _ending_on_sigterm():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     _check_flags(args)
     policies: Sequence[str] = args.scheduling_policy
     for policy in policies:
@@ -146,7 +173,8 @@ def run(args: argparse.Namespace) -> int:
     seeds = range(args.seed, args.seed + num_seeds)
     several = args.rates or args.find_rate is not None or num_seeds > 1 or len(policies) > 1
     check_hardware([base])
-    bars = ProgressBars()
+    _hint(base, policies)
+    bars = ProgressBars(say=say_on_stderr)
     try:
         if not several:
             result = simulate(base, progress=lambda done, total: bars("simulating", done, total))
@@ -156,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
             kept = {
                 "store": store,
                 "workers": args.workers,
-                "progress": lambda done, total: bars("runs", done, total),
+                "progress": lambda done, total: bars("sweeping", done, total),
             }
             configs = [dataclasses.replace(base, policy=policy) for policy in policies]
             if args.find_rate is not None:
@@ -176,6 +204,21 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, values)
         return 0
     return _report_sweep(args, _simulated(base, num_seeds), grid, runs)
+
+
+def _hint(config: SimulationConfig, policies: Sequence[str]) -> None:
+    """Say on stderr which policies assume another cost of the hidden cache than the simulated one."""
+    hardware = load_hardware(config.model, config.hardware, config.num_devices)
+    hidden = hardware.kinds(config.cache, config.hidden_attention)[HIDDEN]
+    if not hidden.offered or hidden.reprojected:
+        return
+    makers = all_policies()
+    for policy in policies:
+        name = policy.partition("?")[0]
+        if name in makers and makers[name].assumes_reprojection:
+            say_on_stderr(
+                f"apt-jax simulate: {name} assumes that hidden caches are reprojected, as in its paper: use --hidden-attention reproject"
+            )
 
 
 def _simulated(config: SimulationConfig, num_seeds: int = 1) -> str:
@@ -221,7 +264,7 @@ def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
             *([(LEFT_OUT, f"{values['num_left_out']:,}")] if values["num_left_out"] else []),
             *([("prompt tokens found cached (%)", f"{100 * values['prefix_hit_fraction']:.1f}")] if values["prefix_hit_fraction"] else []),
             ("tokens decoded from hidden cache (%)", f"{100 * values['hidden_token_fraction']:.1f}"),
-            ("iterations", f"{values['iterations']} {values['iterations_by_type']}"),
+            ("iterations", f"{values['iterations']:,}: {', '.join(f'{kind} {count:,}' for kind, count in values['iterations_by_type'].items())}"),
             *([("requests by replica", ", ".join(str(r["num_sent"]) for r in replicas))] if len(replicas) > 1 else []),
             *[(f"tenant {i}: requests, attainment (%), tokens", f"{t['num_sent']}, {100 * t['slo_attainment']:.1f}, {t['output_tokens']}") for i, t in enumerate(values["tenants"])],
             *[(f"{name}: requests, attainment (%), tokens/s", f"{one['num_sent']}, {100 * one['slo_attainment']:.1f}, {one['tokens_per_s']:.1f}") for name, one in values["by_class"].items()],
@@ -252,7 +295,7 @@ def _report_rates(
     args: argparse.Namespace, simulated: str, policies: Sequence[str], rates: Sequence[EffectiveRate]
 ) -> int:
     console = Console(highlight=False, emoji=False)
-    console.print(simulated, markup=False)
+    console.print(simulated, markup=False, soft_wrap=True)
     rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} requests/s") for p, r in zip(policies, rates, strict=True)]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
     for policy, rate in zip(policies, rates, strict=True):
@@ -282,10 +325,10 @@ def _report_sweep(
     rates = list(dict.fromkeys(config.rate for config in grid))
     policies = list(dict.fromkeys(config.policy for config in grid))
     console = Console(highlight=False, emoji=False)
-    console.print(simulated, markup=False)
-    console.print(_table("SLO attainment (%)", policies, rates, cells))
+    console.print(simulated, markup=False, soft_wrap=True)
+    _print_rates(console, "SLO attainment (%)", policies, rates, cells)
     if strict:
-        console.print(_table("SLO attainment, every gap in time (%)", policies, rates, strict))
+        _print_rates(console, "SLO attainment, every gap in time (%)", policies, rates, strict)
     for policy in policies:
         ours = [r for c, r in zip(grid, runs, strict=True) if c.policy == policy]
         left = sum(r.get("fallback_iterations", 0) for r in ours)
@@ -303,14 +346,15 @@ def _report_sweep(
     return 0
 
 
-def _table(
+def _print_rates(
+    console: Console,
     title: str,
     policies: Sequence[str],
     rates: Sequence[float | None],
     cells: dict[tuple[str, float | None], list[float]],
-) -> Table:
-    """Return a table of means and standard deviations over seeds, with a row per policy and a column per rate."""
-    table = Table(title=title, box=None, title_justify="left", title_style="bold")
+) -> None:
+    """Print a table of means and standard deviations over seeds, with a row per policy and a column per rate."""
+    table = Table(box=None)
     table.add_column("requests/s")
     for rate in rates:
         table.add_column("as recorded" if rate is None else f"{rate:g}", justify="right")
@@ -321,7 +365,8 @@ def _table(
             spread = f" ± {np.std(cell, ddof=1):.1f}" if len(cell) > 1 else ""
             texts.append(f"{np.mean(cell):.1f}{spread}" if cell else "-")
         table.add_row(policy, *texts)
-    return table
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(table)
 
 
 def _plot(

@@ -49,7 +49,7 @@ def test_intervals_are_those_of_student():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--policies", "vllm-v1,lifo"), "'lifo' must be one of apt,"),
+        (("--policies", "vllm-v1,lifo"), "'lifo' is unknown; `apt-jax policies` lists all"),
         (("--datasets", "Azure"), "'Azure': data sets must be some of"),
         (("--rates", "3,x"), "must be positive numbers"),
     ],

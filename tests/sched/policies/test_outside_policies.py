@@ -190,9 +190,9 @@ def test_options_reach_policies_from_outside():
             "policy='apt?violation_decay=-1' cannot be built: violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)",
         ),
         ("__main__:MyPolicy", "has no 'MyPolicy': other processes do not see classes defined in a notebook"),
-        ("latest", "or package.module:Class"),
-        ("", "must be one of"),
-        ("x" * 10_000, "must be one of"),
+        ("latest", "others are package.module:Class"),
+        ("", "is unknown; `apt-jax policies` lists all"),
+        ("x" * 10_000, "is unknown; `apt-jax policies` lists all"),
     ],
 )
 def test_a_wrong_name_is_one_line(name, message):

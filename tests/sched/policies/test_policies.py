@@ -208,7 +208,9 @@ def test_hidden_holds_twice_the_requests():
 def test_policies_by_name():
     assert make_policy("apt?violation_decay=0.4").name == "apt"
     assert make_policy(config=SchedulerConfig(policy="fcfs")).name == "fcfs"
-    with pytest.raises(ConfigError, match=r"policy='lifo' must be one of .*apt.*fcfs.*\(--scheduling-policy\)"):
+    with pytest.raises(
+        ConfigError, match=r"policy='lifo' is unknown.*`apt-jax policies` lists all.*\(--scheduling-policy\)"
+    ):
         make_policy("lifo")
 
 

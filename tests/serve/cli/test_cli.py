@@ -168,6 +168,7 @@ def test_help_of_an_unknown_group_is_one_line_that_lists_them(topic):
     assert (code, out) == (2, "")
     assert err.startswith("apt-jax serve: no group or flag matches")
     assert "groups: batches, cache, default-slo, model" in err
+    assert err.partition("; groups: ")[2].partition(";")[0] in " ".join(run("serve", "--help")[1].split())
     assert err.count("\n") == 1
 
 
@@ -182,6 +183,29 @@ def test_every_group_of_every_command_can_be_asked_for():
                 code, out, _ = run(command, f"--help={_topic(group.title or '')}")
                 assert code == 0
                 assert f"{group.title}:" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_usage_lines_have_the_places_of_the_command(command):
+    usage = run(command, "--help=help")[1].splitlines()[0].removeprefix("usage: ")
+    places = {"generate": "MODEL PROMPT [PROMPT ...] ", "convert": "SRC DST "}
+    served = "[MODEL] " if command in ("serve", "launch", "chat", "info", "calibrate") else ""
+    assert usage == f"apt-jax {command} {places.get(command, served)}[flags]"
+
+
+@pytest.mark.parametrize("command", ["policies", "simulate", "optimal", "generate", "bench"])
+def test_json_is_refused_before_the_work_if_it_cannot_be_written(command, tmp_path):
+    needed = {"generate": ["no-such-model", "hi"], "optimal": ["--requests", "x"], "bench": ["--target", "h:1"]}
+    (tmp_path / "file").write_text("")
+    for path, why in (
+        ("/no/such/x.json", "no such directory"),
+        (tmp_path, "is a directory"),
+        (tmp_path / "file/x", "no such"),
+    ):
+        code, out, err = run(command, *needed.get(command, []), "--json", str(path))
+        assert (code, out) == (2, "")
+        assert f"{path}: {why}" in err
+        assert err.endswith("(--json)\n")
 
 
 def test_help_imports_nothing_heavy():
@@ -215,9 +239,38 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--grpc-prot", "1"), "unknown flag '--grpc-prot'; did you mean --grpc-port?"),
         (("serve", "--max-num-seq=3"), "did you mean --max-num-seqs?"),
         (("serve", "--cache", "hybird"), "--cache: 'hybird' must be one of kv, hidden, hybrid; did you mean hybrid?"),
-        (("serve", "--scheduling-policy", "atp"), "policy='atp' must be one of"),
+        (
+            ("serve", "--scheduling-policy", "atp"),
+            "policy='atp' is unknown; did you mean apt? `apt-jax policies` lists all",
+        ),
+        (
+            ("serve", "--scheduling-policy", "frobnicate"),
+            "policy='frobnicate' is unknown; `apt-jax policies` lists all",
+        ),
+        (
+            ("serve", "--scheduling-policy", "apt,apt-plus"),
+            "'apt,apt-plus' is a list: give one policy (apt-jax simulate",
+        ),
+        (("serve", "--policy", "apt"), "unknown flag '--policy'; it is --scheduling-policy here\n"),
+        (("simulate", "--requests", "5"), "unknown flag '--requests'; it is --num-requests here\n"),
+        (("simulate", "opt-13b", "--rate", "1"), "unexpected argument 'opt-13b'; give it as --model opt-13b"),
+        (("bench", "http://h:1"), "--target"),
+        (("chat", "http://h:8000"), "is the address of a server, not a model; give it as --target http://h:8000\n"),
+        (("generate", "localhost:8000", "hi"), "not a model; give it as --target localhost:8000\n"),
+        (("serve", "https://h/v1"), "is the address of a server, not a model"),
+        (("serve", "--max-model-len", "25.6K"), "'25.6K' is not an integer, 4k (4000) or 4K (4096)"),
+        (("serve", "--max-model-len", "25.6"), "'25.6' is not an integer"),
+        (("serve", "--max-model-len", "1.k"), "'1.k' is not an integer"),
+        (("simulate", "--find-rate", "90"), "--find-rate: '90' must lie in (0, 1], a share such as 0.9"),
+        (("simulate", "--rates", "2,,3"), "--rates: '2,,3' has an empty entry"),
+        (("simulate", "--scheduling-policy", "apt-plus,"), "--scheduling-policy: 'apt-plus,' has an empty entry"),
+        (("simulate", "--trace", ".", "--rate", "1"), ".: is a directory without a session in .json; give a CSV file in it (--trace)"),
+        (("optimal", "--requests", "."), ".: is a directory; give a CSV file in it (--requests)"),
         (("serve", "--scheduling-policy", "priority"), "a request's priority is its class"),
-        (("serve", "--max-model-len", "auto"), "'auto' is not an integer, 4k (4000) or 4K (4096); leave the flag out"),
+        (
+            ("serve", "--max-model-len", "auto"),
+            "'auto' is not an integer, 4k (4000) or 4K (4096); leave the flag out",
+        ),
         (("serve", "--max-model-len", "4t"), "--max-model-len: '4t' is not an integer"),
         (("serve", "--block-size", "abc"), "--block-size: 'abc' is not an integer"),
         (("serve", "--device-memory-utilization", "half"), "--device-memory-utilization: 'half' is not a number"),
@@ -273,7 +326,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("info", "--enforce-eager"), "programs are compiled at the start"),
         (("serve", "--set", "max_sequences_per_call=0"), "(--set max_sequences_per_call)"),
         (("generate", "tiny-opt", "hi", "--set", "max_stop_strings=0"), "(--set max_stop_strings)"),
-        (("serve", "--set", "frobnicate=1"), "--set: no setting 'frobnicate'; settings: batch_concurrency, "),
+        (("serve", "--set", "frobnicate=1"), "--set: no setting 'frobnicate'; --help=settings lists them"),
         (("serve", "--set", "decision_lgo=1"), "no setting 'decision_lgo'; did you mean decision_log?"),
         (("serve", "--set", "decision_log"), "'decision_log' is not decision_log=VALUE"),
         (("serve", "--set", "decision_log=-1"), "decision_log: '-1' is not an integer of at least 0"),
@@ -334,7 +387,18 @@ def test_every_unknown_flag_has_a_line():
 
 @pytest.mark.parametrize(
     ("text", "tokens"),
-    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1m", 10**6), ("1M", 1 << 20), ("2g", 2 * 10**9), ("1G", 1 << 30)],
+    [
+        ("25.6k", 25600),
+        ("0.5m", 500_000),
+        ("1.0625g", 1_062_500_000),
+        ("4096", 4096),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("1m", 10**6),
+        ("1M", 1 << 20),
+        ("2g", 2 * 10**9),
+        ("1G", 1 << 30),
+    ],
 )
 def test_numbers_of_tokens_have_units(text, tokens):
     parser = options.Parser()
@@ -590,7 +654,7 @@ def test_generate_prints_completions(server, tmp_path):
         (("toy", "x" * 400), 2, "prompt"),
         (("other", "hi"), 2, "NOT_FOUND"),
         (("toy", "hi", "--slo-ttft-ms", "0"), 2, "slo_ttft_ms"),
-        (("toy", "hi", "--json", "/no/such/dir/f"), 1, "--json"),
+        (("toy", "hi", "--json", "/no/such/dir/f"), 2, "--json"),
     ],
 )
 def test_what_the_server_refuses_is_one_line(server, argv, code, says):

@@ -25,6 +25,8 @@ def test_a_policy_of_an_installed_package_is_listed(capsys, monkeypatch):
     group = "apt_jax.scheduling_policies"
     point = importlib.metadata.EntryPoint(name="lottery", value="lottery.policy:Lottery", group=group)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints([point]))
+    assert main(["policies", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["policies"]
     assert main(["policies", "--json", "-"]) == 0
     row = json.loads(capsys.readouterr().out)["policies"][-1]
     assert (row["name"], row["use"], row["source"]) == ("lottery", "installed", "lottery.policy:Lottery")

@@ -1,12 +1,18 @@
 """`apt-jax simulate`: flags, result keys, bad input."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from apt_jax.sim.trace import load_trace
 from serve.cli import main
+from tests.support.snapshots import parser_of
 
 KEYS = {
     "slo_attainment",
@@ -83,6 +89,40 @@ def test_tables_say_what_was_simulated(runs, named, capsys):
     assert main(["simulate", *QUICK, *runs, *args]) == 0
     said = f"opt-13b on a100-40gb, humaneval, 20 requests, {named}kv cache, TTFT 0.5 s, P99 TBT 1.5 s"
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        (["apt-released"], True),
+        (["fcfs,apt-released"], True),
+        (["apt-released", "--hidden-attention", "reproject"], False),
+        (["apt-released", "--cache", "kv"], False),
+        (["apt"], False),
+        (["apt-released", "--model", "llama-2-7b", "--hardware", "a100-80gb"], False),
+    ],
+)
+def test_a_policy_that_assumes_reprojection_says_so_where_it_is_not_simulated(given, is_told, capsys):
+    assert main(["simulate", *QUICK, "--rate", "2", "--workers", "1", "--scheduling-policy", *given]) == 0
+    assert ("assumes that hidden caches are reprojected" in capsys.readouterr().err) == is_told
+
+
+def test_tables_are_for_people(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["simulate", *QUICK, "--rate", "2", "--scheduling-policy", "fcfs", "--cache", "kv"]) == 0
+    out = capsys.readouterr().out
+    assert "{" not in out
+    assert "\nfcfs: opt-13b on a100-40gb, humaneval, 20 requests, kv cache, TTFT 1 s, P99 TBT 1 s\n" in f"\n{out}"
+    assert (
+        main(["simulate", *QUICK, "--rates", "2,3", "--scheduling-policy", "fcfs", "--cache", "kv", "--workers", "1"])
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "SLO attainment, every gap in time (%)" in [line.strip() for line in lines]
+
+
+def test_help_names_the_default_policies_of_simulate_and_serve():
+    assert "(default: apt; of apt-jax serve: apt-plus)" in " ".join(parser_of("simulate").format_help().split())
 
 
 def test_a_rate_that_is_a_burst_is_said(capsys):
@@ -181,11 +221,56 @@ def test_a_trace_without_arrivals_needs_a_rate(capsys):
     assert "--rate" in capsys.readouterr().err
 
 
+def test_a_sweep_that_is_no_terminal_writes_lines(capsys):
+    assert main(["simulate", *QUICK, "--rates", "2,8", "--workers", "1"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "sweeping 2 runs"
+    assert lines[-1].startswith("simulated 2 runs in ")
+
+
+def _running_children(pid: int) -> list[int]:
+    """Processes of the parent `pid` that are not about to end."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(") ")[2].split()[:2]
+            except OSError:  # it has ended
+                continue
+            if int(parent) == pid and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_processes_of_a_sweep_end_with_it(number):
+    args = ["simulate", "--rates", "2,3", "--seeds", "2", "--workers", "2", "--num-requests", "100000"]
+    command = [sys.executable, "-m", "serve.cli", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while len(children := _running_children(process.pid)) < 3:  # two workers, and the tracker of semaphores
+                assert process.poll() is None
+                time.sleep(0.05)
+            os.kill(process.pid, number)
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == (143 if number == signal.SIGTERM else -number)
+    assert number == signal.SIGKILL or error == "sweeping 4 runs\n"
+    while any(map(_is_running, children)):
+        time.sleep(0.05)
+
+
 def _by_parser(args: list[str]) -> bool:
-    return args[0] in ("--cache", "--routing-policy") or args[1] in (
-        "-1",
-        "0",
-    )
+    return args[0] in ("--cache", "--routing-policy") or args[1] in ("-1", "0", "1.5")
 
 
 class _nothing:
