@@ -288,7 +288,7 @@ def _map(
     context = multiprocessing.get_context("spawn")
     others = {*multiprocessing.active_children()}
     pool = concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(missing)), context, initializer=_end_with_parent, initargs=(os.getpid(),)
+        min(workers, len(missing)), context, initializer=end_with_parent, initargs=(os.getpid(),)
     )
     try:
         futures = {pool.submit(function, task): key for key, task in missing.items()}
@@ -302,7 +302,7 @@ def _map(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent exits, even if the parent is killed (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import math
 import multiprocessing
+import os
 import platform
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import numpy as np
 
 from apt_jax import __version__
 from apt_jax.sched import all_policies
-from apt_jax.sim.sweep import Store
+from apt_jax.sim.sweep import Store, end_with_parent
 from benchmarks.paper.common import compare, targets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +90,9 @@ def run_cases(cases: Sequence[AnyCase], store: Store | Path | None, workers: int
             keep(case, case.run())
     else:
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        with concurrent.futures.ProcessPoolExecutor(
+            workers, context, initializer=end_with_parent, initargs=(os.getpid(),)
+        ) as pool:
             futures = {pool.submit(case.run): case for case in missing}
             for future in concurrent.futures.as_completed(futures):
                 keep(futures[future], future.result())

@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import hashlib
 import multiprocessing
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from scipy.stats import t
 from apt_jax.config import SLO
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.sweep import Store, run_key
+from apt_jax.sim.sweep import Store, end_with_parent, run_key
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "paper"
@@ -229,7 +230,9 @@ class Runs:
             return
         # Not forked: the caller may have threads (JAX has).
         context = multiprocessing.get_context("spawn")
-        pool = concurrent.futures.ProcessPoolExecutor(workers, context)
+        pool = concurrent.futures.ProcessPoolExecutor(
+            workers, context, initializer=end_with_parent, initargs=(os.getpid(),)
+        )
         try:
             futures = {pool.submit(function, *task): key for key, task in missing.items()}
             for future in concurrent.futures.as_completed(futures):

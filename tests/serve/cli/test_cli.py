@@ -264,7 +264,10 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("simulate", "--find-rate", "90"), "--find-rate: '90' must lie in (0, 1], a share such as 0.9"),
         (("simulate", "--rates", "2,,3"), "--rates: '2,,3' has an empty entry"),
         (("simulate", "--scheduling-policy", "apt-plus,"), "--scheduling-policy: 'apt-plus,' has an empty entry"),
-        (("simulate", "--trace", ".", "--rate", "1"), ".: is a directory without a session in .json; give a CSV file in it (--trace)"),
+        (
+            ("simulate", "--trace", ".", "--rate", "1"),
+            ".: is a directory without a session in .json; give a CSV file in it (--trace)",
+        ),
         (("optimal", "--requests", "."), ".: is a directory; give a CSV file in it (--requests)"),
         (("serve", "--scheduling-policy", "priority"), "a request's priority is its class"),
         (
