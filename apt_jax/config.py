@@ -46,20 +46,24 @@ def _require_seconds(name: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SLO:
-    """Latency SLO of one request. A request attains its SLO if both its TTFT and its P99 TBT are within these
-    limits."""
+    """Latency SLO of one request. A request attains its SLO if its TTFT, its P99 TBT and its end-to-end latency are
+    within these limits."""
 
     ttft_s: float = math.inf
     """Maximum time from arrival to the first token, in seconds."""
     tbt_s: float = math.inf
     """Maximum 99th percentile of the gaps between consecutive tokens, in seconds."""
+    e2e_s: float = dataclasses.field(default=math.inf, kw_only=True)
+    """Maximum time from arrival to the last token, in seconds. A later request is not aborted, and policies do not read
+    this limit."""
 
     def __post_init__(self) -> None:
         _require_seconds("slo ttft_s", self.ttft_s)
         _require_seconds("slo tbt_s", self.tbt_s)
+        _require_seconds("slo e2e_s", self.e2e_s)
 
 
-SLO.__init__ = explained({"ttft_ms": "use ttft_s, in seconds", "tbt_ms": "use tbt_s, in seconds"})(SLO.__init__)
+SLO.__init__ = explained({f"{name}_ms": f"use {name}_s, in seconds" for name in ("ttft", "tbt", "e2e")})(SLO.__init__)
 
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 

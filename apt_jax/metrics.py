@@ -1,7 +1,8 @@
 """Latency metrics, computed from recorded token times (docs/metrics.md has every symbol and unit).
 
 A request arrives at a and its tokens are delivered at t_1 <= t_2 <= ... <= t_n. TTFT = t_1 - a; the gaps are TBT_j =
-t_{j+1} - t_j; a request attains its SLO if its TTFT and the 99th percentile of its gaps are within the SLO.
+t_{j+1} - t_j; e2e = t_n - a; a request attains its SLO if its TTFT, the 99th percentile of its gaps and its e2e are
+within the SLO.
 """
 
 import bisect
@@ -153,6 +154,11 @@ class RequestRecord:
         return max(gaps_s(self.token_times_s), default=None)
 
     @property
+    def e2e_s(self) -> float | None:
+        """Return the time from arrival to the last token, in seconds; None: no token."""
+        return self.token_times_s[-1] - self.arrival_s if self.token_times_s else None
+
+    @property
     def completed(self) -> bool:
         """True if the request ended without an error and delivered at least one token."""
         return self.ok and len(self.token_times_s) > 0
@@ -167,14 +173,18 @@ class RequestRecord:
         return self.completed and (self.tbt_s is None or self.tbt_s <= self.slo.tbt_s)
 
     @property
+    def e2e_attained(self) -> bool:
+        return self.completed and self.e2e_s is not None and self.e2e_s <= self.slo.e2e_s
+
+    @property
     def slo_attained(self) -> bool:
-        return self.ttft_attained and self.tbt_attained
+        return self.ttft_attained and self.tbt_attained and self.e2e_attained
 
     @property
     def strictly_attained(self) -> bool:
-        """True if the TTFT and every gap are within the SLO; the P99 of `tbt_attained` forgives one gap in a hundred."""
+        """True if TTFT, e2e and every gap are within the SLO; the P99 of `tbt_attained` forgives one gap in a hundred."""
         longest_s = self.longest_gap_s
-        return self.ttft_attained and (longest_s is None or longest_s <= self.slo.tbt_s)
+        return self.ttft_attained and self.e2e_attained and (longest_s is None or longest_s <= self.slo.tbt_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,8 +210,9 @@ class Summary:
     slo_attainment: float
     ttft_attainment: float
     tbt_attainment: float
+    e2e_attainment: float
     strict_attainment: float
-    """Fraction of requests whose TTFT and every single gap are within the SLO."""
+    """Fraction of requests whose TTFT, e2e and every single gap are within the SLO."""
     ttft_s: Percentiles
     """Percentiles of TTFT over completed requests, in seconds."""
     tbt_s: Percentiles
@@ -210,6 +221,8 @@ class Summary:
     """Like `tbt_s`, but without the first gap of each request."""
     longest_gap_s: Percentiles
     """Percentiles, over completed requests, of each request's longest gap, in seconds."""
+    e2e_s: Percentiles
+    """Percentiles, over completed requests, of the time from arrival to the last token, in seconds."""
     duration_s: float
     """Time from the first arrival to the last token, in seconds."""
     tokens_per_s: float
@@ -245,11 +258,13 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
         slo_attainment=num_attained / len(records),
         ttft_attainment=sum(r.ttft_attained for r in records) / len(records),
         tbt_attainment=sum(r.tbt_attained for r in records) / len(records),
+        e2e_attainment=sum(r.e2e_attained for r in records) / len(records),
         strict_attainment=sum(r.strictly_attained for r in records) / len(records),
         ttft_s=Percentiles.of(r.ttft_s for r in done),
         tbt_s=Percentiles.of(r.tbt_s for r in done),
         p99_tbt_drop_first_s=Percentiles.of(r.tbt_drop_first_s for r in done),
         longest_gap_s=Percentiles.of(r.longest_gap_s for r in done),
+        e2e_s=Percentiles.of(r.e2e_s for r in done),
         duration_s=duration_s,
         tokens_per_s=rate(num_tokens),
         goodput=rate(num_attained),

@@ -318,8 +318,17 @@ class RequestMetrics:
         return bool(self.token_times_s) and (self.tbt_s is None or self.tbt_s <= self.slo.tbt_s)
 
     @property
+    def e2e_s(self) -> float | None:
+        """Time from arrival to the last token so far, in seconds; None: no token yet."""
+        return self.token_times_s[-1] - self.arrival_s if self.token_times_s else None
+
+    @property
+    def e2e_attained(self) -> bool:
+        return self.e2e_s is not None and self.e2e_s <= self.slo.e2e_s
+
+    @property
     def slo_attained(self) -> bool:
-        return self.ttft_attained and self.tbt_attained
+        return self.ttft_attained and self.tbt_attained and self.e2e_attained
 
 
 @dataclasses.dataclass(kw_only=True)

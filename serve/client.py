@@ -82,6 +82,7 @@ def make_request(
     model: str = "",
     slo_ttft_ms: float | None = None,
     slo_tbt_ms: float | None = None,
+    slo_e2e_ms: float | None = None,
     slo_class: str | None = None,
     deadline_ms: float | None = None,
     **sampling: Any,
@@ -103,7 +104,7 @@ def make_request(
         request_id=request_id,
         model=model,
         sampling=pb.SamplingParams(**{k: v for k, v in sampling.items() if v is not None}),
-        slo=pb.Slo(ttft_ms=slo_ttft_ms, tbt_ms=slo_tbt_ms),
+        slo=pb.Slo(ttft_ms=slo_ttft_ms, tbt_ms=slo_tbt_ms, e2e_ms=slo_e2e_ms),
         slo_class=_CLASSES[slo_class],
         deadline_ms=deadline_ms,
     )

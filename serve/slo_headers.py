@@ -8,6 +8,9 @@ from apt_jax.errors import InvalidRequestError, json_kind
 # The first name that is present wins.
 TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TBT_KEYS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+E2E_KEYS = ("x-slo-e2e-ms",)
+OBJECTIVE_KEYS = {"ttft_ms": TTFT_KEYS, "tbt_ms": TBT_KEYS, "e2e_ms": E2E_KEYS}
+"""Headers for each latency objective, keyed by its field of `slo`."""
 TIER_KEY = "service_tier"
 QUEUE_TTL_KEY = "x-llm-d-inference-ttl"
 """Header with the maximum time in the queue, as a duration in Go's format."""

@@ -66,24 +66,32 @@ def test_percentiles_interpolate_and_are_none_of_nothing():
     assert Percentiles.of([None, 1.0, None]) == Percentiles(p50=1.0, p90=1.0, p99=1.0)
 
 
-def record(times, *, ok=True, ttft=1.0, tbt=1.0, arrival=0.0) -> RequestRecord:
-    return RequestRecord(arrival_s=arrival, token_times_s=times, ok=ok, slo=SLO(ttft_s=ttft, tbt_s=tbt))
+def record(times, *, ok=True, ttft=1.0, tbt=1.0, e2e=math.inf, arrival=0.0) -> RequestRecord:
+    return RequestRecord(arrival_s=arrival, token_times_s=times, ok=ok, slo=SLO(ttft_s=ttft, tbt_s=tbt, e2e_s=e2e))
 
 
 @pytest.mark.parametrize(
-    ("r", "ttft", "tbt"),
+    ("r", "ttft", "tbt", "e2e"),
     [
-        (record([1.0, 2.0]), True, True),  # on the border
-        (record([1.1, 2.0]), False, True),
-        (record([1.0, 2.5]), True, False),
-        (record([0.5]), True, True),  # no gap to miss
-        (record([]), False, False),  # an empty completion
-        (record([], ttft=math.inf, tbt=math.inf), False, False),
-        (record([0.1, 0.2], ok=False), False, False),  # an error after two good tokens
+        (record([1.0, 2.0]), True, True, True),  # on the border
+        (record([1.0, 2.0], e2e=2.0), True, True, True),
+        (record([3.0, 4.0], e2e=2.0, arrival=2.0), True, True, True),
+        (record([1.1, 2.0]), False, True, True),
+        (record([1.0, 2.5]), True, False, True),
+        (record([1.0, 2.0], e2e=1.9), True, True, False),
+        (record([1.5, 3.5], e2e=1.0), False, False, False),
+        (record([0.5]), True, True, True),  # no gap to miss
+        (record([0.5], e2e=0.4), True, True, False),
+        (record([0.5], ttft=math.inf, tbt=math.inf, e2e=0.5), True, True, True),
+        (record([]), False, False, False),  # an empty completion
+        (record([], ttft=math.inf, tbt=math.inf), False, False, False),
+        (record([0.1, 0.2], ok=False), False, False, False),  # an error after two good tokens
     ],
 )
-def test_a_request_attains_its_slo_when_both_parts_do(r, ttft, tbt):
-    assert (r.ttft_attained, r.tbt_attained, r.slo_attained) == (ttft, tbt, ttft and tbt)
+def test_a_request_attains_its_slo_when_all_parts_do(r, ttft, tbt, e2e):
+    assert (r.ttft_attained, r.tbt_attained, r.e2e_attained) == (ttft, tbt, e2e)
+    assert r.slo_attained == (ttft and tbt and e2e)
+    assert not r.strictly_attained or r.slo_attained
 
 
 def test_one_long_gap_in_a_hundred_counts_fully_only_near_the_top():
@@ -105,6 +113,8 @@ def test_strict_attainment_asks_for_the_first_token_and_every_gap():
     assert not record([]).strictly_attained
     assert not record([0.1, 0.2], ok=False).strictly_attained
     assert not record([1.5, 1.6]).strictly_attained  # the first token was late
+    assert record([0.5, 1.0], e2e=1.0).strictly_attained
+    assert not record([0.5, 1.0], e2e=0.9).strictly_attained
     late = [0.1 * i + 2.0 * (i > 100) for i in range(201)]
     summary = summarize([record(late, ttft=1.0, tbt=1.0), record([0.5, 1.0])])
     assert (summary.slo_attainment, summary.strict_attainment) == (1.0, 0.5)
@@ -125,6 +135,18 @@ def test_attainment_is_over_all_sent():
     assert set(summary.as_dict()) >= {"slo_attainment", "ttft_s", "tbt_s", "tokens_per_s"}
 
 
+def test_the_end_to_end_latency_is_from_arrival_to_the_last_token_of_completed_requests():
+    ends = [3.0, 5.0, 9.0]
+    records = [record([2.5, end], arrival=2.0, ttft=math.inf, tbt=math.inf, e2e=3.0) for end in ends]
+    summary = summarize([*records, record([1.0, 90.0], ok=False, e2e=3.0), record([], e2e=3.0)])
+    assert [r.e2e_s for r in records] == [1.0, 3.0, 7.0]
+    assert record([]).e2e_s is None
+    assert (summary.e2e_s.p50, summary.e2e_s.p90) == (3.0, pytest.approx(6.2))
+    assert summary.e2e_attainment == summary.slo_attainment == 2 / 5
+    assert summary.ttft_attainment == summary.tbt_attainment == 3 / 5
+    assert summary.as_dict()["e2e_attainment"] == 2 / 5
+
+
 def test_a_run_without_any_token_has_no_rates():
     summary = summarize([record([])])
     assert (summary.goodput, summary.tokens_per_s, summary.ttft_s.p99) == (0.0, 0.0, None)
@@ -135,11 +157,13 @@ def test_a_run_without_any_token_has_no_rates():
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=50))
 def test_record_and_engine_metrics_agree(times):
     times = sorted(times)
-    slo = SLO(ttft_s=5.0, tbt_s=5.0)
+    slo = SLO(ttft_s=5.0, tbt_s=5.0, e2e_s=20.0)
     engine = RequestMetrics(arrival_s=0.0, token_times_s=list(times), slo=slo)
     mine = RequestRecord.from_metrics(engine)
     assert mine.ttft_s == engine.ttft_s
     assert mine.tbt_s == engine.tbt_s
+    assert mine.e2e_s == engine.e2e_s
+    assert mine.e2e_attained == engine.e2e_attained
     assert mine.slo_attained == engine.slo_attained
 
 

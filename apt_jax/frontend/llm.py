@@ -124,7 +124,7 @@ def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, A
         if name not in _OPTIONS:
             keywords = {field.name: keyword for keyword, (_, field) in _OPTIONS.items()}
             hint = option_advice(name, _OPTIONS) or nearest(keywords.get(name, name), _OPTIONS, cutoff=SIMILAR)
-            if name in ("default_slo_ttft_ms", "default_slo_tbt_ms"):
+            if name in ("default_slo_ttft_ms", "default_slo_tbt_ms", "default_slo_e2e_ms"):
                 hint = (
                     f"; use default_slo=SLO({name.removeprefix('default_slo_').removesuffix('_ms')}_s=...), in seconds"
                 )
@@ -145,7 +145,10 @@ _OF_CALLS = {
     "prompt_token_ids": "give token ids as the first argument: [1, 2, 3] or {'prompt_token_ids': [1, 2, 3]}",
     "guided_options_request": WAYS_OUT["guided_decoding"],
     "priority": "use slo_class",
-    **dict.fromkeys(("slo_ttft_ms", "slo_tbt_ms", "ttft_s", "tbt_s"), "use slo=SLO(ttft_s=..., tbt_s=...), in seconds"),
+    **dict.fromkeys(
+        ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "ttft_s", "tbt_s", "e2e_s"),
+        "use slo=SLO(ttft_s=..., tbt_s=...), in seconds",
+    ),
     **dict.fromkeys(SamplingParams.__annotations__, "use sampling_params=SamplingParams(...)"),
     "chat_template": "give a file to LLM(chat_template=FILE)",
     "pooling_params": "use pooling, normalize and dimensions",

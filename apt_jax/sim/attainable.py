@@ -64,6 +64,7 @@ def attainable(
         pool_shares: (n, num_kinds) share of the pool that each prompt takes with each kind; inf: not offered.
         replicas: number of replicas.
     """
+    # `slo.e2e_s` is left out: an end-to-end objective only lowers attainment, so the bounds hold with it too.
     first = first_tokens_share(
         arrival_s, prompt_tokens, costs, ttft_s=slo.ttft_s, step_tokens=step_tokens, replicas=replicas
     )

@@ -19,6 +19,7 @@ in the cache, because their contents are unknown; a request that is drawn twice 
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,16 +148,19 @@ class SimulationResult:
         """Return the result as `apt-jax simulate --json` prints it."""
         s = self.summary
         config = dataclasses.asdict(self.config)
+        config["slo"] = {name: s if math.isfinite(s) else None for name, s in config["slo"].items()}
         return {
             "config": config,
             "slo_attainment": s.slo_attainment,
             "ttft_attainment": s.ttft_attainment,
             "tbt_attainment": s.tbt_attainment,
+            "e2e_attainment": s.e2e_attainment,
             "strict_attainment": s.strict_attainment,
             "ttft_s": dataclasses.asdict(s.ttft_s),
             "tbt_s": dataclasses.asdict(s.tbt_s),
             "p99_tbt_drop_first_s": dataclasses.asdict(s.p99_tbt_drop_first_s),
             "longest_gap_s": dataclasses.asdict(s.longest_gap_s),
+            "e2e_s": dataclasses.asdict(s.e2e_s),
             "tokens_per_s": s.tokens_per_s,
             "goodput": s.goodput,
             "duration_s": s.duration_s,

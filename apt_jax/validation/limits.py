@@ -158,6 +158,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="cache_salt", type="string", max_chars=MAX_CACHE_SALT_CHARS, text="Only requests with the same salt share cached prefixes."),
         FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: time from arrival to the first token, in milliseconds."),
         FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, in milliseconds."),
+        FieldSpec(name="slo_e2e_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="End-to-end SLO: time from arrival to the last token, in milliseconds; a later request is not aborted."),
         FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort (default: the server's, --set default_slo_class)."),
         FieldSpec(name="deadline_ms", type="number", min=0, max=_MS * MAX_DEADLINE_S, open_min=True, text="Time from arrival after which the request is cancelled, in milliseconds."),
     )

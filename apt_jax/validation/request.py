@@ -52,6 +52,7 @@ def build_request(
     slo: SLO | None = None,
     slo_ttft_ms: object = None,
     slo_tbt_ms: object = None,
+    slo_e2e_ms: object = None,
     slo_class: object = None,
     arrival_s: float,
     fallback_seed: int = 0,
@@ -73,8 +74,8 @@ def build_request(
             A `max_tokens` of None allows as many tokens as fit in the model's length and the cache.
         request_id: the client's label; None: a random label.
         slo: latency SLO; None: the server's default for real-time requests, no SLO for best-effort requests.
-        slo_ttft_ms, slo_tbt_ms: raw TTFT and TBT SLOs in milliseconds, which replace the corresponding part of `slo`;
-            None: not given.
+        slo_ttft_ms, slo_tbt_ms, slo_e2e_ms: raw TTFT, TBT and end-to-end SLOs in milliseconds, which replace the
+            corresponding part of `slo`; None: not given.
         slo_class: "rt" (real time) or "be" (best effort); None: the server's default.
         arrival_s: arrival time on the engine's clock.
         fallback_seed: seed if the request specifies none.
@@ -92,7 +93,7 @@ def build_request(
     checked_id = check_request_id(request_id)
     checked_class = limits.default_slo_class if slo_class is None else _slo_class(slo_class)
     default_slo = limits.default_slo if checked_class == "rt" else SLO()
-    checked_slo = _slo(default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
+    checked_slo = _slo(default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms, slo_e2e_ms)
     checked_adapter = _adapter(limits, adapter)
     checked_salt = None if cache_salt is None else _cache_salt(cache_salt)
     checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
@@ -280,7 +281,7 @@ def _slo_class(value: object) -> SloClass:
     raise InvalidRequestError("slo_class", f"{shown(value)} must be 'rt' (real time) or 'be' (best effort)")
 
 
-def _slo(slo: object, ttft_ms: object, tbt_ms: object) -> SLO:
+def _slo(slo: object, ttft_ms: object, tbt_ms: object, e2e_ms: object) -> SLO:
     if not isinstance(slo, SLO):
         parts = "ttft_s=..., tbt_s=..."
         if isinstance(slo, Mapping) and slo:
@@ -304,4 +305,5 @@ def _slo(slo: object, ttft_ms: object, tbt_ms: object) -> SLO:
     return SLO(
         ttft_s=objective("slo_ttft_ms" if ttft_ms is not None else "slo.ttft_s", slo.ttft_s, ttft_ms),
         tbt_s=objective("slo_tbt_ms" if tbt_ms is not None else "slo.tbt_s", slo.tbt_s, tbt_ms),
+        e2e_s=objective("slo_e2e_ms" if e2e_ms is not None else "slo.e2e_s", slo.e2e_s, e2e_ms),
     )

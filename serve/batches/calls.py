@@ -31,7 +31,7 @@ from serve.slo_headers import TIER_KEY, class_of_tier
 
 TEMPORARY = (429, 503)
 """HTTP statuses after which a request runs again instead of getting an outcome."""
-_WITHOUT_EFFECT = ("request_id", "slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", "deadline_ms", TIER_KEY)
+_WITHOUT_EFFECT = ("request_id", "slo", "slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "slo_class", "deadline_ms", TIER_KEY)
 """Body fields that are dropped, because a batch has one deadline and identifies its requests by `custom_id`."""
 
 

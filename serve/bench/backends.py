@@ -30,12 +30,12 @@ class Target:
 
     def slo_ms(self) -> dict[str, float]:
         """Return the finite SLOs in milliseconds, keyed by argument name of `serve.client.make_request`."""
-        parts = {"slo_ttft_ms": self.slo.ttft_s * 1e3, "slo_tbt_ms": self.slo.tbt_s * 1e3}
-        return {name: round(ms, 6) for name, ms in parts.items() if ms < float("inf")}
+        parts = {"slo_ttft_ms": self.slo.ttft_s, "slo_tbt_ms": self.slo.tbt_s, "slo_e2e_ms": self.slo.e2e_s}
+        return {name: round(1e3 * seconds, 6) for name, seconds in parts.items() if seconds < float("inf")}
 
     def slo_headers(self) -> dict[str, str]:
         """Return the finite SLOs as HTTP headers or gRPC metadata."""
-        names = {"slo_ttft_ms": "x-slo-ttft-ms", "slo_tbt_ms": "x-slo-tpot-ms"}
+        names = {"slo_ttft_ms": "x-slo-ttft-ms", "slo_tbt_ms": "x-slo-tpot-ms", "slo_e2e_ms": "x-slo-e2e-ms"}
         ms = self.slo_ms()
         return {names[name]: np.format_float_positional(ms[name], trim="-") for name in ms}
 

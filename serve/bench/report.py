@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import itertools
+import math
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from apt_jax.config import SLO
 from apt_jax.metrics import Percentiles, RequestRecord, gaps_s, percentile, summarize
 from apt_jax.version import __version__
 from serve.bench.runner import ClientHealth, Outcome, Run
@@ -21,8 +23,8 @@ from serve.errors import CommandError
 
 COLUMNS: tuple[str, ...] = (
     "index", "class", "due_s", "sent_s", "status", "finish_reason", "prompt_tokens", "output_tokens", "ttft_ms",
-    "p99_tbt_ms", "p99_tbt_drop_first_ms", "e2e_ms", "ttft_attained", "tbt_attained", "slo_attained", "preemptions",
-    "cache_kind", "gaps_ms", "error",
+    "p99_tbt_ms", "p99_tbt_drop_first_ms", "e2e_ms", "ttft_attained", "tbt_attained", "e2e_attained", "slo_attained",
+    "preemptions", "cache_kind", "gaps_ms", "error",
 )  # fmt: skip
 """Columns of the CSV file; `due_s` and `sent_s` are seconds since the start of the run; the numbers in `gaps_ms` are
 separated by spaces."""
@@ -44,7 +46,7 @@ def summary(run: Run) -> dict[str, Any]:
     records = [o.record for o in outcomes]
     totals = summarize(records)
     done = [r for r in records if r.completed]
-    e2e = [r.finished_s - r.arrival_s for r in done if r.finished_s is not None]
+    open_s = sum(r.finished_s - r.arrival_s for r in done if r.finished_s is not None)
     gaps = list(itertools.chain.from_iterable(gaps_s(r.token_times_s) for r in done))
     span_s = totals.duration_s
     prompt_tokens = sum(o.prompt_tokens or o.request.prompt_tokens for o in outcomes if o.status == "ok")
@@ -57,12 +59,11 @@ def summary(run: Run) -> dict[str, Any]:
         "num_interrupted": run.num_interrupted,
         "interrupted": run.interrupted,
         "gap_s": _percentiles(gaps),
-        "e2e_s": _percentiles(e2e),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "requests_per_s": len(done) / span_s if span_s > 0 else 0.0,
         "total_tokens_per_s": (prompt_tokens + output_tokens) / span_s if span_s > 0 else 0.0,
-        "mean_concurrency": sum(e2e) / span_s if span_s > 0 else 0.0,
+        "mean_concurrency": open_s / span_s if span_s > 0 else 0.0,
         "peak_concurrency": run.peak_concurrency,
         "preemptions": sum(preempted) if preempted else None,
         "recomputed_tokens": sum(recomputed) if recomputed else None,
@@ -126,8 +127,8 @@ def warning(client: ClientHealth, values: dict[str, Any]) -> str | None:
     return f"the client itself limits this measurement: {', '.join(problems)}; use an idle machine, or several clients"
 
 
-def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
-    """Return the rows of the printed table."""
+def rows(values: dict[str, Any], slo: SLO) -> list[tuple[str, str]]:
+    """Return the rows of the printed table; `slo`: objectives of the run."""
 
     def span(name: str, values: dict[str, Any] = values, scale: float = 1e3) -> str:
         p = values[name]
@@ -137,6 +138,7 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
         return ", ".join("-" if v is None else f"{v:.2f}" for v in facts.values())
 
     client = values["client"]
+    has_slo = slo != SLO()
     failed = {k: n for k, n in values["statuses"].items() if k != "ok"}
     found = [
         ("requests sent, completed", f"{values['num_sent']}, {values['num_completed']}"),
@@ -157,6 +159,7 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
         found += [
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
             ("TTFT, TBT attainment (%)", f"{100 * values['ttft_attainment']:.1f}, {100 * values['tbt_attainment']:.1f}"),
+            *([("end-to-end attainment (%)", f"{100 * values['e2e_attainment']:.1f}")] if math.isfinite(slo.e2e_s) else []),
             ("SLO attainment, every gap in time (%)", f"{100 * values['strict_attainment']:.1f}"),
             ("goodput (requests/s)", f"{values['goodput']:.2f}"),
         ]  # fmt: skip
@@ -204,7 +207,6 @@ def csv_row(outcome: Outcome, start_s: float) -> dict[str, Any]:
     def or_empty(value: Any) -> Any:
         return "" if value is None else value
 
-    end_s = record.finished_s
     return {
         "index": outcome.request.index,
         "class": or_empty(outcome.request.slo_class),
@@ -217,9 +219,10 @@ def csv_row(outcome: Outcome, start_s: float) -> dict[str, Any]:
         "ttft_ms": ms(record.ttft_s),
         "p99_tbt_ms": ms(record.tbt_s),
         "p99_tbt_drop_first_ms": ms(record.tbt_drop_first_s),
-        "e2e_ms": ms(None if end_s is None else end_s - record.arrival_s),
+        "e2e_ms": ms(record.e2e_s),
         "ttft_attained": int(record.ttft_attained),
         "tbt_attained": int(record.tbt_attained),
+        "e2e_attained": int(record.e2e_attained),
         "slo_attained": int(record.slo_attained),
         "preemptions": or_empty(outcome.num_preemptions),
         "cache_kind": or_empty(outcome.cache_kind),
@@ -276,11 +279,12 @@ def plot(path: str, run: Run, values: dict[str, Any], title: str) -> None:
     left.set(xlabel="TTFT (ms)", ylabel="share of completed requests (%)")
     middle.set(xlabel="time between tokens (ms)", ylabel="share (%)")
     bars = {
-        "both": values["slo_attainment"],
+        "all": values["slo_attainment"],
+        **({"end to end": values["e2e_attainment"]} if math.isfinite(slo.e2e_s) else {}),
         "TBT": values["tbt_attainment"],
         "TTFT": values["ttft_attainment"],
     }
-    drawn = right.barh(list(bars), [100 * v for v in bars.values()], color=["#2a7f62", "#9fc5b4", "#9fc5b4"])
+    drawn = right.barh(list(bars), [100 * v for v in bars.values()], color=["#2a7f62"] + ["#9fc5b4"] * (len(bars) - 1))
     right.bar_label(drawn, fmt="%.0f %%", padding=3)
     right.set(xlim=(0, 120), xlabel="attainment (% of all sent)")
     figure.suptitle(title, fontsize=10)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from apt_jax.text.chat import Message
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
-SLO_FIELDS = ("slo_class", "slo_ttft_ms", "slo_tbt_ms")
+SLO_FIELDS = ("slo_class", "slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,7 @@ def verdict(finish: pb.Finish) -> str:
         parts.append(f"TTFT {timings.ttft_ms:.1f} ms")
     if timings.HasField("p99_tbt_ms"):
         parts.append(f"P99 TBT {timings.p99_tbt_ms:.1f} ms")
-    if slo.HasField("ttft_ms") or slo.HasField("tbt_ms"):
+    if any(map(slo.HasField, ("ttft_ms", "tbt_ms", "e2e_ms"))):
         parts.append(f"objectives {'attained' if slo.attained else 'missed'}")
     if kind := cache_kind_name(finish.cache_kind):
         parts.append(f"{kind} cache")

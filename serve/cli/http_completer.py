@@ -47,8 +47,8 @@ class HttpCompleter:
             "stream_options": {"include_usage": True},
             "aptjax_timings": True,
         }
-        if any(value is not None for value in slo.values()):
-            body["slo"] = {name.removeprefix("slo_"): value for name, value in slo.items()}
+        if given := {name.removeprefix("slo_"): value for name, value in slo.items() if value is not None}:
+            body["slo"] = given
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
         finish = pb.Finish()
         try:

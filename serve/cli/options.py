@@ -19,6 +19,7 @@ from apt_jax.sched import POLICIES, check_policy
 from apt_jax.utils.text_files import read_text
 from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, REQUEST_FIELDS, RequestLimits, build_request
 from serve.cli import flags
+from serve.cli.completer import SLO_FIELDS
 from serve.cli.flags import Parser, natural, not_negative, positive, share
 from serve.client import HTTP_SCHEMES, address, channel_credentials
 from serve.security.single_key import KEY_VARIABLE
@@ -84,7 +85,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool
     group = parser.add_argument_group("scheduling")
     flags.add_options(group, SchedulerConfig, settings=settings, policy={"help": f"scheduling policy: {POLICY_HELP}"})
     group = parser.add_argument_group("default SLO")
-    for name in ("slo_ttft_ms", "slo_tbt_ms"):
+    for name in ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms"):
         group.add_argument(
             f"--default-{name.replace('_', '-')}",
             type=positive(float),
@@ -126,7 +127,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         return float("inf") if ms is None else ms / 1e3
 
     check_policy(args.scheduling_policy)
-    default_slo = SLO(seconds(args.default_slo_ttft_ms), seconds(args.default_slo_tbt_ms))
+    default_slo = SLO(
+        ttft_s=seconds(args.default_slo_ttft_ms),
+        tbt_s=seconds(args.default_slo_tbt_ms),
+        e2e_s=seconds(args.default_slo_e2e_ms),
+    )
     fields = flags.read_options(EngineConfig, args)
     names = fields["served_model_name"]
     if isinstance(names, list):
@@ -184,7 +189,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     flags.add_request_field(group, "stop", action="append", metavar="TEXT")
     flags.add_request_field(group, "ignore_eos")
     flags.add_request_field(group, "slo_class", choices=REQUEST_FIELDS["slo_class"].choices)
-    for name in ("slo_ttft_ms", "slo_tbt_ms"):
+    for name in ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms"):
         flags.add_request_field(group, name, metavar="MS", end=" (default: the engine's)")
 
 
@@ -248,7 +253,7 @@ def request_fields(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a file cannot be read.
     """
     sampling = sampling_fields(args)
-    slo = {"slo_class": args.slo_class, "slo_ttft_ms": args.slo_ttft_ms, "slo_tbt_ms": args.slo_tbt_ms}
+    slo = {name: getattr(args, name) for name in SLO_FIELDS}
     build_request(
         RequestLimits(
             vocab_size=MAX_INTEGER,

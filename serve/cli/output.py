@@ -32,7 +32,7 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
 
 def objectives(slo: SLO) -> str:
     """Return the objectives of an SLO for a title, as in ``TTFT 1 s, P99 TBT 0.2 s``; empty: there are none."""
-    times_s = {"TTFT": slo.ttft_s, "P99 TBT": slo.tbt_s}
+    times_s = {"TTFT": slo.ttft_s, "P99 TBT": slo.tbt_s, "end to end": slo.e2e_s}
     return ", ".join(f"{name} {time_s:g} s" for name, time_s in times_s.items() if math.isfinite(time_s))
 
 

@@ -142,7 +142,7 @@ function bodyOf(turns) {
     temperature: numberOf("temperature"),
     top_p: numberOf("top-p"),
     max_completion_tokens: numberOf("max-tokens"),
-    slo: { ttft_ms: numberOf("ttft"), tbt_ms: numberOf("tbt") },
+    slo: { ttft_ms: numberOf("ttft"), tbt_ms: numberOf("tbt"), e2e_ms: numberOf("e2e") },
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     aptjax_timings: true,

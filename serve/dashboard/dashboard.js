@@ -342,7 +342,7 @@ function showObjectives() {
     const row = html("tr"), head = html("th", "", label);
     head.scope = "row";
     row.append(head);
-    for (const objective of ["ttft", "tbt", "all", "strict"]) {
+    for (const objective of ["ttft", "tbt", "e2e", "all", "strict"]) {
       const attained = metric("aptjax:slo_attained_total", [`${objective},${name}`]);
       const all = attained + metric("aptjax:slo_missed_total", [`${objective},${name}`]);
       const cell = html("td");

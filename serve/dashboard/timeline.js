@@ -9,10 +9,10 @@ const COLORS = { preempted: "queue", lost: "queue", converted: "hidden", switche
 const MOST_TICKS = 2000;
 
 export class Timeline {
-  // slo: the requested objectives, milliseconds: ttft_ms, tbt_ms; undefined: the server's.
+  // slo: the requested objectives, milliseconds: ttft_ms, tbt_ms, e2e_ms; undefined: the server's.
   constructor(slo) {
     this.node = html("details", "timeline"); // closed it is one line
-    this.node.open = slo.ttft_ms !== undefined || slo.tbt_ms !== undefined;
+    this.node.open = [slo.ttft_ms, slo.tbt_ms, slo.e2e_ms].some((ms) => ms !== undefined);
     this.node.addEventListener("toggle", () => this.draw());
     this.brief = html("summary");
     this.verdict = html("p", "verdict");
@@ -21,6 +21,7 @@ export class Timeline {
     this.node.append(this.brief, this.svg, this.legend, this.verdict);
     this.ttft = slo.ttft_ms ?? null;
     this.tbt = slo.tbt_ms ?? null;
+    this.e2e = slo.e2e_ms ?? null;
     this.begun = performance.now();
     this.arrivals = []; // [milliseconds since the question, tokens]
     this.ended = null; // milliseconds since the question
@@ -42,6 +43,7 @@ export class Timeline {
     if (facts) { // the objectives in force, including the server's defaults
       this.ttft = facts.slo.ttft_ms;
       this.tbt = facts.slo.tbt_ms;
+      this.e2e = facts.slo.e2e_ms;
     }
   }
 
@@ -108,6 +110,10 @@ export class Timeline {
       say("TBT median", seconds(at(0.5) / 1e3), null);
       say("P99", seconds(at(0.99) / 1e3), this.tbt, slo?.tbt_attained ?? at(0.99) <= this.tbt);
       say("longest", seconds(sorted.at(-1) / 1e3), null);
+    }
+    if (this.e2e !== null && this.ended !== null && this.arrivals.length) {
+      const [last] = this.arrivals.at(-1);
+      say("last token", seconds(last / 1e3), this.e2e, slo?.e2e_attained ?? last <= this.e2e);
     }
     const pace = this.pace(count);
     say("tokens", `${count}`, null);

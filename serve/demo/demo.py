@@ -7,7 +7,6 @@ machine, so a slower machine gives the same picture.
 
 import argparse
 import asyncio
-import dataclasses
 import functools
 import json
 import time
@@ -207,7 +206,7 @@ def _numbers(
     return {
         "rate": workload.rate,
         "num_requests": len(workload.arrivals),
-        "slo": dataclasses.asdict(workload.slo),
+        "slo": {"ttft_s": workload.slo.ttft_s, "tbt_s": workload.slo.tbt_s},
         "kv_capacity": workload.kv_capacity,
         "hybrid_capacity": workload.hybrid_capacity,
         "runs": {

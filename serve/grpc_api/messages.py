@@ -17,7 +17,7 @@ from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import MAX_LOGPROBS
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.protos.words import cache_kind, finish_reason
-from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
+from serve.slo_headers import OBJECTIVE_KEYS, TIER_KEY, class_of_tier, milliseconds
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -59,18 +59,18 @@ def slo_fields(
     """
     slo = pb.Slo() if slo is None else slo
     headers = {key: value for key, value in reversed(metadata)}
-    return {
-        "slo_ttft_ms": slo.ttft_ms if slo.HasField("ttft_ms") else milliseconds(headers, TTFT_KEYS),
-        "slo_tbt_ms": slo.tbt_ms if slo.HasField("tbt_ms") else milliseconds(headers, TBT_KEYS),
-        "slo_class": _slo_class(slo_class, headers),
+    fields: dict[str, Any] = {
+        f"slo_{part}": getattr(slo, part) if slo.HasField(part) else milliseconds(headers, keys)
+        for part, keys in OBJECTIVE_KEYS.items()
     }
+    return fields | {"slo_class": _slo_class(slo_class, headers)}
 
 
 def objective_names(metadata: Metadata, slo: pb.Slo | None = None) -> dict[str, str]:
     """Return a map from each latency objective's name in errors of `apt_jax.validation` to the client's name."""
     sent = {key for key, _ in metadata}
     names = {}
-    for part, keys in (("ttft_ms", TTFT_KEYS), ("tbt_ms", TBT_KEYS)):
+    for part, keys in OBJECTIVE_KEYS.items():
         header = next((key for key in keys if key in sent), None)
         if slo is not None and slo.HasField(part):
             names[f"slo_{part}"] = f"slo.{part}"
@@ -243,8 +243,10 @@ def _slo_result(metrics: RequestMetrics, *, ok: bool) -> pb.SloResult:
     return pb.SloResult(
         ttft_ms=_ms(metrics.slo.ttft_s),
         tbt_ms=_ms(metrics.slo.tbt_s),
+        e2e_ms=_ms(metrics.slo.e2e_s),
         ttft_attained=record.ttft_attained,
         tbt_attained=record.tbt_attained,
+        e2e_attained=record.e2e_attained,
         attained=record.slo_attained,
     )
 

@@ -138,6 +138,7 @@ class Slo(Record, forbid_unknown_fields=True):
 
     ttft_ms: Annotated[Any, shaped(lambda facts: facts.optional("slo_ttft_ms"))] = None
     tbt_ms: Annotated[Any, shaped(lambda facts: facts.optional("slo_tbt_ms"))] = None
+    e2e_ms: Annotated[Any, shaped(lambda facts: facts.optional("slo_e2e_ms"))] = None
     slo_class: Annotated[Any, shaped(lambda facts: facts.optional("slo_class"))] = msgspec.field(
         name="class", default=None
     )
@@ -163,6 +164,7 @@ class Addressed(Record):
     ) = None
     slo: Slo | None = None
     slo_ttft_ms: EngineField = None
+    slo_e2e_ms: EngineField = None
     slo_class: EngineField = None
     deadline_ms: EngineField = None
     service_tier: Annotated[Any, fixed({"enum": [*sorted(TIERS), None]})] = None  # fmt: skip

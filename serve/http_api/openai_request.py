@@ -39,7 +39,7 @@ from serve.http_api.records import read
 from serve.http_api.tool_calls.definitions import ToolSet, read_tools
 from serve.http_api.tool_calls.other_forms import OLD_NAMES, uses_functions, with_tools
 from serve.http_api.tool_calls.plan import OutputPlan, plan_output
-from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, max_queue_s, milliseconds, used_tier
+from serve.slo_headers import OBJECTIVE_KEYS, TIER_KEY, class_of_tier, max_queue_s, milliseconds, used_tier
 
 Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
@@ -344,10 +344,12 @@ def _logit_bias(value: object) -> object:
     return changed
 
 
-_SLO_PARTS = {"ttft_ms": "slo_ttft_ms", "tbt_ms": "slo_tbt_ms", "class": "slo_class", "deadline_ms": "deadline_ms"}
+_SLO_PARTS = {
+    **{part: f"slo_{part}" for part in OBJECTIVE_KEYS},
+    "class": "slo_class",
+    "deadline_ms": "deadline_ms",
+}
 """Maps fields of `slo` to the equivalent top-level fields."""
-_SLO_KEYS = {"ttft_ms": TTFT_KEYS, "tbt_ms": TBT_KEYS}
-"""Maps fields of `slo` to the equivalent headers."""
 
 
 def _nested_slo(body: Generation, part: str) -> object:
@@ -360,7 +362,7 @@ def _slo_names(body: Generation, headers: Mapping[str, str]) -> dict[str, str]:
     for part, flat in _SLO_PARTS.items():
         sent = [flat] if getattr(body, flat) is not None else []
         sent += [f"slo.{part}"] if _nested_slo(body, part) is not None else []
-        sent += [key for key in _SLO_KEYS.get(part, ()) if key in headers]
+        sent += [key for key in OBJECTIVE_KEYS.get(part, ()) if key in headers]
         names |= dict.fromkeys((flat, f"slo.{part}"), sent[0]) if sent else {}
     return names
 
@@ -379,11 +381,13 @@ def _slo_value(body: Generation, part: str) -> object:
 
 def _slo_fields(body: Generation, headers: Mapping[str, str]) -> dict[str, Any]:
     """Return the latency objectives and SLO class from the body, or else from headers; None: the server's default."""
-    ttft, tbt, slo_class = (_slo_value(body, part) for part in ("ttft_ms", "tbt_ms", "class"))
+    *objectives, slo_class = (_slo_value(body, part) for part in (*OBJECTIVE_KEYS, "class"))
     of_priority = ("be" if body.priority > 0 else "rt") if body.priority else None  # as in vLLM, lower values run first
     return {
-        "slo_ttft_ms": milliseconds(headers, TTFT_KEYS) if ttft is None else ttft,
-        "slo_tbt_ms": milliseconds(headers, TBT_KEYS) if tbt is None else tbt,
+        **{
+            _SLO_PARTS[part]: milliseconds(headers, keys) if value is None else value
+            for (part, keys), value in zip(OBJECTIVE_KEYS.items(), objectives, strict=True)
+        },
         "slo_class": of_priority or class_of_tier(_tier(body, headers)) if slo_class is None else slo_class,
     }
 

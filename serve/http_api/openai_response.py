@@ -385,9 +385,11 @@ def timings_payload(delta: OutputDelta) -> dict[str, Any]:
         "slo": {
             "ttft_ms": _ms(metrics.slo.ttft_s),
             "tbt_ms": _ms(metrics.slo.tbt_s),
+            "e2e_ms": _ms(metrics.slo.e2e_s),
             "class": request.slo_class,
             "ttft_attained": record.ttft_attained,
             "tbt_attained": record.tbt_attained,
+            "e2e_attained": record.e2e_attained,
             "attained": record.slo_attained,
         },
         "cache_kind": metrics.cache_kind,

@@ -325,6 +325,7 @@ def _slo_headers() -> list[Schema]:
     texts = {
         **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token in milliseconds, {bounds}, if the body has none. If several of these headers are sent, the first in this list is used."),
         **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens in milliseconds, {bounds}, if the body has none. If several of these headers are sent, the first in this list is used."),
+        **dict.fromkeys(objectives.E2E_KEYS, f"Objective for the last token in milliseconds, {bounds}, if the body has none."),
         objectives.TIER_KEY: "Class of the request, if the body has none.",
         objectives.QUEUE_TTL_KEY: "Maximum time in the queue (1500ms, 2s, 1m30s), if shorter than --set max_queue_s; after that, status 429.",
     }  # fmt: skip
@@ -438,8 +439,8 @@ def _answers() -> Schema:
         "request_id": STRING,
         "timings": closed({name: maybe_number for name in timings}),
         "slo": closed({
-            "ttft_ms": maybe_number, "tbt_ms": maybe_number, "class": {"enum": ["rt", "be"]},
-            **{name: FLAG for name in ("ttft_attained", "tbt_attained", "attained")},
+            "ttft_ms": maybe_number, "tbt_ms": maybe_number, "e2e_ms": maybe_number, "class": {"enum": ["rt", "be"]},
+            **{name: FLAG for name in ("ttft_attained", "tbt_attained", "e2e_attained", "attained")},
         }),
         "cache_kind": {"enum": [*KIND_NAMES, None]},
         **{n: COUNT for n in ("cached_prompt_tokens", "num_preemptions", "num_kind_switches", "num_conversions", "recomputed_tokens")},

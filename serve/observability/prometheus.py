@@ -158,12 +158,15 @@ class ServerMetrics:
 
     def _count_slos(self, record: RequestRecord, request: EngineRequest) -> None:
         """Count a request as attained or missed, for each objective that it has."""
-        has_ttft, has_tbt = math.isfinite(request.slo.ttft_s), math.isfinite(request.slo.tbt_s)
+        slo = request.slo
+        has_ttft, has_tbt, has_e2e = map(math.isfinite, (slo.ttft_s, slo.tbt_s, slo.e2e_s))
+        has_any = has_ttft or has_tbt or has_e2e
         for objective, has, attained in (
             ("ttft", has_ttft, record.ttft_attained),
             ("tbt", has_tbt, record.tbt_attained),
-            ("all", has_ttft or has_tbt, record.slo_attained),
-            ("strict", has_ttft or has_tbt, record.strictly_attained),
+            ("e2e", has_e2e, record.e2e_attained),
+            ("all", has_any, record.slo_attained),
+            ("strict", has_any, record.strictly_attained),
         ):
             if has:
                 counter = self._sums.attained if attained else self._sums.missed

@@ -14,7 +14,7 @@ from apt_jax.metrics import Distribution
 from serve.observability.metric_families import CLASSES, ByClass, Families
 
 _REASONS = ("stop", "length", "abort", "error")
-_OBJECTIVES = ("ttft", "tbt", "all", "strict")
+_OBJECTIVES = ("ttft", "tbt", "e2e", "all", "strict")
 
 
 @dataclasses.dataclass(kw_only=True)

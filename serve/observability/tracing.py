@@ -236,6 +236,9 @@ def _of_slos(record: CallRecord) -> dict[str, AttributeValue | None]:
     if math.isfinite(slo.tbt_s):
         known["aptjax.slo.tbt_ms"] = 1e3 * slo.tbt_s
         known["aptjax.slo.tbt_attained"] = all(r.tbt_attained for r in records)
+    if math.isfinite(slo.e2e_s):
+        known["aptjax.slo.e2e_ms"] = 1e3 * slo.e2e_s
+        known["aptjax.slo.e2e_attained"] = all(r.e2e_attained for r in records)
     return known
 
 

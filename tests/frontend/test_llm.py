@@ -147,6 +147,11 @@ def test_metrics_and_objectives():
     assert fast.metrics.slo_attained
     assert not slow.metrics.slo_attained
     assert slow.metrics.ttft_attained
+    whole, late = generate(llm, ["a", "b"], GREEDY, slo=[SLO(e2e_s=30), SLO(ttft_s=30, e2e_s=1e-3)])
+    assert whole.metrics.slo_attained
+    assert (whole.metrics.e2e_s or 0) > (whole.metrics.ttft_s or 0)
+    assert (late.metrics.ttft_attained, late.metrics.e2e_attained, late.metrics.slo_attained) == (True, False, False)
+    assert len(late.metrics.token_times_s) == 8
     assert (fast.metrics.ttft_s or 0) > 0
     assert (fast.metrics.tbt_s or 0) >= 0.002
     assert len(fast.metrics.token_times_s) == 8

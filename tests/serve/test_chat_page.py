@@ -47,7 +47,14 @@ def test_a_question_is_answered_token_by_token_and_explained(browser, size, them
         executor.step_s = 0.01
         other = asyncio.create_task(served.ask("x" * 40, max_tokens=160))
         await served.until(lambda: served.parts.engine.stats().num_running == 1)
-        settings = {"system": "Be brief.", "temperature": "0", "max-tokens": "40", "ttft": "60000", "tbt": "0.5"}
+        settings = {
+            "system": "Be brief.",
+            "temperature": "0",
+            "max-tokens": "40",
+            "ttft": "60000",
+            "tbt": "0.5",
+            "e2e": "80000",
+        }
         await page.js(SEND, "Who are you?", settings)
         await page.until("document.querySelectorAll('.token').length >= 2")
         assert await page.js("return document.querySelector('#stop').hidden") is False
@@ -72,6 +79,7 @@ def test_a_question_is_answered_token_by_token_and_explained(browser, size, them
         assert "TTFT" in verdict
         assert "of 60 s met" in verdict
         assert "of 500 µs missed" in verdict
+        assert "of 80 s met" in verdict
         assert "preempted 1×" in verdict
         marks = "[...document.querySelectorAll('.event title')].map((n) => n.textContent)"
         await page.until(f"{marks}.some((t) => t.startsWith('preempted after '))")

@@ -119,7 +119,7 @@ async def metrics_of(served: HttpServed, **kwargs: Any) -> dict[str, dict[str, f
 
 
 async def load(served: HttpServed, count: int = 12, **kwargs: Any) -> None:
-    slo = {"ttft_ms": 60_000, "tbt_ms": 0.001}
+    slo = {"ttft_ms": 60_000, "tbt_ms": 0.001, "e2e_ms": 60_000}
     await asyncio.gather(
         *(
             served.ask(
@@ -152,6 +152,7 @@ def test_events_say_what_metrics_says():
                 assert values == other[name], name
             assert seen["metrics"]["aptjax:slo_attained_total"]["ttft,be"] == 6
             assert seen["metrics"]["aptjax:slo_missed_total"]["tbt,rt"] == 6
+            assert seen["metrics"]["aptjax:slo_attained_total"]["e2e,rt"] == 6
             assert seen["metrics"]["vllm:num_preemptions_total"][""] > 0
             assert (seen["state"], seen["model"]) == ("serving", "toy")
             blocks = other["aptjax:blocks"]

@@ -83,6 +83,7 @@ MS = [*near(1e3 * V.MAX_SLO_S), 1e3 * V.MIN_SLO_S, 0.0009, 0.0, -1.0, 250.0, 12.
 BESIDE: dict[str, list[Any]] = {
     "slo_ttft_ms": MS,
     "slo_tbt_ms": MS,
+    "slo_e2e_ms": MS,
     "slo_class": ["rt", "be", "", "RT"],
     "request_id": ["x", "a b", "../etc", "a#1", "é", "", *("x" * count for count in at(V.MAX_REQUEST_ID_CHARS))],
     "n": [*at(1, V.MAX_SEQUENCES), 2**32 - 1],

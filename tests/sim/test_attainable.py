@@ -152,3 +152,22 @@ def test_where_nothing_is_known_there_is_none():
     assert simulate(config, step_s=lambda batch: 0.01).slo_attainment_bound is None
     slos = simulate(dataclasses.replace(config, slo=SLO(ttft_s=1e-4, tbt_s=1.0)))
     assert slos.slo_attainment_bound == slos.slo_attainment == 0.0
+
+
+@pytest.mark.parametrize("e2e_s", [0.5, 2.0, 8.0])
+def test_the_bounds_hold_with_an_end_to_end_objective(e2e_s):
+    config = SimulationConfig(
+        trace="sharegpt", rate=20.0, num_requests=60, output_scale=0.2, policy="fcfs", slo=SLO(ttft_s=0.3, tbt_s=1.0)
+    )  # fmt: skip
+    without = simulate(config)
+    found = simulate(dataclasses.replace(config, slo=dataclasses.replace(config.slo, e2e_s=e2e_s)))
+    assert found.summary.e2e_s == without.summary.e2e_s  # policies do not read it
+    assert found.slo_attainment <= without.slo_attainment
+    assert found.summary.strict_attainment <= without.summary.strict_attainment
+    assert (found.slo_attainment_bound, found.strict_attainment_bound) == (
+        without.slo_attainment_bound,
+        without.strict_attainment_bound,
+    )
+    alone = simulate(dataclasses.replace(config, slo=SLO(e2e_s=e2e_s)))
+    assert alone.slo_attainment == alone.summary.e2e_attainment
+    assert alone.slo_attainment_bound == 1.0

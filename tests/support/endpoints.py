@@ -1,7 +1,7 @@
 """Send one request to each endpoint: HTTP, the two gRPC services and Python.
 
 A request is a mapping: `prompt` (text or token ids), `params` (fields of `SamplingParams`), and maybe `n`,
-`request_id`, `slo_ttft_ms`, `slo_tbt_ms`, `slo_class` and `deadline_ms`.
+`request_id`, `slo_ttft_ms`, `slo_tbt_ms`, `slo_e2e_ms`, `slo_class` and `deadline_ms`.
 """
 
 import json
@@ -29,7 +29,7 @@ Verdict = tuple[str, Any]
 none."""
 
 pb: Any = vllm_engine_pb2
-_OBJECTIVES = ("slo_ttft_ms", "slo_tbt_ms", "slo_class")
+_OBJECTIVES = ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "slo_class")
 _TIERS = {"rt": "priority", "be": "flex"}
 
 
@@ -37,8 +37,10 @@ _NAMES = {
     "prompt_token_ids": "prompt",
     "slo.ttft_ms": "slo_ttft_ms",
     "slo.tbt_ms": "slo_tbt_ms",
+    "slo.e2e_ms": "slo_e2e_ms",
     "x-slo-ttft-ms": "slo_ttft_ms",
     "x-slo-tpot-ms": "slo_tbt_ms",
+    "x-slo-e2e-ms": "slo_e2e_ms",
 }
 """Names of the same field as it was sent: HTTP has one for a prompt of either kind, and an objective may be a field of a
 message or metadata."""
@@ -131,7 +133,8 @@ async def ask_vllm(served: HttpServed, case: Request) -> Verdict | None:
     if not all(_fits_32_bits(number) for number in numbers if isinstance(number, float)):
         return None
     metadata = []
-    for name, key in (("slo_ttft_ms", "x-slo-ttft-ms"), ("slo_tbt_ms", "x-slo-tpot-ms")):
+    for key in ("x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"):
+        name = _NAMES[key]
         if name in case:
             if not re.fullmatch(DECIMAL_PATTERN, repr(case[name])):
                 return None

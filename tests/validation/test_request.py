@@ -573,7 +573,7 @@ def test_without_a_compiler_constraints_are_refused():
 # --- objectives ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["slo_ttft_ms", "slo_tbt_ms"])
+@pytest.mark.parametrize("field", ["slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms"])
 @pytest.mark.parametrize(
     "value",
     [0, 0.0, -0.0, -1, math.nan, math.inf, 1e18, 1e-9, TINY, "100", True, [1], HUGE],
@@ -587,12 +587,15 @@ def test_R24_objectives_in_milliseconds(field, value):
 def test_R24_objectives_of_python(bad):
     refused("slo.ttft_s", slo=SLO(ttft_s=bad))
     refused("slo.tbt_s", slo=SLO(tbt_s=bad))
+    refused("slo.e2e_s", slo=SLO(e2e_s=bad))
     refused("slo", slo=(1.0, 1.0))
 
 
 def test_objectives_replace_the_default_part_by_part():
     assert build(slo_ttft_ms=250).slo == SLO(ttft_s=0.25, tbt_s=0.5)
     assert build(slo=SLO(tbt_s=2.0), slo_ttft_ms=100).slo == SLO(ttft_s=0.1, tbt_s=2.0)
+    assert build(slo_e2e_ms=9000).slo == SLO(ttft_s=1.0, tbt_s=0.5, e2e_s=9.0)
+    assert build(slo=SLO(0.2, 2.0, e2e_s=8.0), slo_tbt_ms=100).slo == SLO(ttft_s=0.2, tbt_s=0.1, e2e_s=8.0)
     assert build(slo=SLO()).slo == SLO()
 
 
@@ -615,7 +618,7 @@ def test_default_objectives_are_those_of_real_time_requests():
     assert build(limits=low, slo_class="rt").slo == LIMITS.default_slo
 
 
-@pytest.mark.parametrize("field", ["ttft_s", "tbt_s"])
+@pytest.mark.parametrize("field", ["ttft_s", "tbt_s", "e2e_s"])
 def test_an_objective_that_is_no_time_is_named(field: str) -> None:
     for value in (math.nan, 0):
         with pytest.raises(ConfigError, match=f"^slo {field}={value} must be a positive number"):

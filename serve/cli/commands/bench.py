@@ -41,9 +41,9 @@ def _rate(text: str) -> float:
 
 def _objective(text: str) -> tuple[str, float]:
     name, colon, ms = text.partition(":")
-    if name not in ("ttft", "tbt") or not colon:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be ttft:MS or tbt:MS")
-    return name, options.positive(float)(ms)
+    if name not in ("ttft", "tbt", "e2e", "e2el") or not colon:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be ttft:MS, tbt:MS or e2el:MS")
+    return name.removesuffix("l"), options.positive(float)(ms)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,10 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, metavar="SEED", default=0, help="random seed of requests, prompts and arrivals")
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="number of warm-up requests before the run, sent one at a time and not counted")
     group = parser.add_argument_group("SLO (sent with each request, measured by the client)")
-    for name in ("slo_ttft_ms", "slo_tbt_ms"):
+    for name in ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms"):
         flags.add_request_field(group, name, type=positive(float), metavar="MS")
     group.add_argument("--slo-class", choices=load.CLASSES, help="class of requests without a class in the trace: real time or best effort (default: the server's)")
-    group.add_argument("--goodput", type=_objective, nargs="+", metavar="ttft:MS tbt:MS", help="the SLO in vLLM's syntax")
+    group.add_argument("--goodput", type=_objective, nargs="+", metavar="ttft:MS tbt:MS e2el:MS", help="the SLO in vLLM's syntax")
     group = parser.add_argument_group("sustained rate")
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that keeps the target attainment, by bisection starting at --request-rate (default 1)")
     group.add_argument("--attainment", type=options.share, nargs="+", default=[0.9], metavar="SHARE", help="target shares of requests that attain the SLO, e.g. 0.9 0.6 (default: 0.9)")
@@ -112,13 +112,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--random-output-len cannot be used with --trace; use --output-scale")
     if args.find_rate:
         if _slo(args) == SLO():
-            raise ConfigError("--find-rate needs objectives (--slo-ttft-ms, --slo-tbt-ms)")
+            raise ConfigError("--find-rate needs objectives (--slo-ttft-ms, --slo-tbt-ms, --slo-e2e-ms)")
         if args.request_rate == math.inf or args.max_concurrency is not None:
             raise ConfigError("--find-rate needs a finite --request-rate and no --max-concurrency")
     if args.duration is not None and args.request_rate == math.inf and args.max_concurrency is None:
         raise ConfigError("--duration needs a finite --request-rate, or --max-concurrency")
-    if args.goodput and (args.slo_ttft_ms or args.slo_tbt_ms):
-        raise ConfigError("--goodput sets the same SLO as --slo-ttft-ms and --slo-tbt-ms: give one or the other")
+    if args.goodput and (args.slo_ttft_ms or args.slo_tbt_ms or args.slo_e2e_ms):
+        raise ConfigError(
+            "--goodput sets the same SLO as --slo-ttft-ms, --slo-tbt-ms and --slo-e2e-ms: give one or the other"
+        )
     load.Arrivals(burstiness=_burstiness(args))
     if args.seed < 0:
         raise ConfigError(f"{args.seed} must be at least 0 (--seed)")
@@ -138,7 +140,7 @@ def _burstiness(args: argparse.Namespace) -> float | None:
 
 
 def _slo(args: argparse.Namespace) -> SLO:
-    ms = {"ttft": args.slo_ttft_ms, "tbt": args.slo_tbt_ms, **dict(args.goodput or ())}
+    ms = {"ttft": args.slo_ttft_ms, "tbt": args.slo_tbt_ms, "e2e": args.slo_e2e_ms, **dict(args.goodput or ())}
     return SLO(**{f"{name}_s": value / 1e3 for name, value in ms.items() if value is not None})
 
 
@@ -332,7 +334,7 @@ def run(args: argparse.Namespace) -> int:
         return 130
     values = {**_head(args), **facts, **report.summary(run)}
     title = _title(args, facts)
-    print_table(title, report.rows(values, has_slo=bool(facts["slo_ms"])))
+    print_table(title, report.rows(values, _slo(args)))
     for outcome in run.outcomes:
         if outcome.status != "ok":
             sys.stderr.write(f"first failure: {outcome.status}: {outcome.error}\n")

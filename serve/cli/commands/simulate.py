@@ -37,7 +37,8 @@ from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace left out because they can never fit"
 BURST_TTFTS = 10
-"""A run whose requests all arrive within this many times the TTFT objective counts as a burst, not a sustained rate."""
+"""A run whose requests all arrive within this many times the TTFT objective counts as a burst, not a sustained rate. If
+there is none, the end-to-end objective takes its place."""
 
 
 def _list_of(kind: Any) -> Any:
@@ -90,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-ms", type=float, metavar="MS", default=0.0,
         help="host time per step in milliseconds, during which the device is idle unless steps overlap",
     )  # fmt: skip
-    for name in ("slo_ttft_ms", "slo_tbt_ms"):
-        end = " (default: 1000, or the generated trace's objective)"
+    for name in ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms"):
+        end = f" (default: {'none' if name == 'slo_e2e_ms' else '1000'}, or the generated trace's objective)"
         flags.add_request_field(group, name, type=positive(float), default=None, metavar="MS", end=end)
     group = parser.add_argument_group("several runs")
     group.add_argument("--rates", type=_list_of(positive(float)), metavar="R1,R2,...", help="one run at each rate")
@@ -119,6 +120,7 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
         slo=SLO(
             ttft_s=usual.ttft_s if args.slo_ttft_ms is None else args.slo_ttft_ms / 1e3,
             tbt_s=usual.tbt_s if args.slo_tbt_ms is None else args.slo_tbt_ms / 1e3,
+            e2e_s=usual.e2e_s if args.slo_e2e_ms is None else args.slo_e2e_ms / 1e3,
         ),
     )
 
@@ -245,17 +247,20 @@ def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
 
     replicas = values["replicas"]
     bound, strict = values["slo_attainment_bound"], values["strict_attainment_bound"]
+    has_e2e = math.isfinite(config.slo.e2e_s)
     print_table(
         f"{config.policy}: {_simulated(config)}",
         [
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
             *([("upper bound for any policy (%)", f"{100 * bound:.1f}")] if bound is not None and bound < 1 else []),
             ("TTFT, TBT attainment (%)", f"{100 * values['ttft_attainment']:.1f}, {100 * values['tbt_attainment']:.1f}"),
+            *([("end-to-end attainment (%)", f"{100 * values['e2e_attainment']:.1f}")] if has_e2e else []),
             ("SLO attainment, every gap in time (%)", f"{100 * values['strict_attainment']:.1f}"),
             *([("upper bound for any policy, every gap (%)", f"{100 * strict:.1f}")] if strict is not None and strict < 1 else []),
             ("TTFT p50 / p90 / p99 (s)", span("ttft_s")),
             ("P99 TBT p50 / p90 / p99 (s)", span("tbt_s")),
             ("longest gap p50 / p90 / p99 (s)", span("longest_gap_s")),
+            *([("end to end p50 / p90 / p99 (s)", span("e2e_s"))] if has_e2e else []),
             ("output tokens/s", f"{values['tokens_per_s']:.1f}"),
             ("goodput (requests/s)", f"{values['goodput']:.2f}"),
             ("preemptions, recomputed tokens", f"{values['preemptions']}, {values['recomputed_tokens']}"),
@@ -298,9 +303,11 @@ def _report_rates(
     console.print(simulated, markup=False, soft_wrap=True)
     rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} requests/s") for p, r in zip(policies, rates, strict=True)]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
+    slo = config_of(args).slo
+    objective_s = slo.ttft_s if math.isfinite(slo.ttft_s) else slo.e2e_s
     for policy, rate in zip(policies, rates, strict=True):
         lasts_s = args.num_requests / rate.mean if rate.mean else math.inf
-        if load_trace(args.trace).calls is None and lasts_s < BURST_TTFTS * config_of(args).slo.ttft_s:
+        if load_trace(args.trace).calls is None and lasts_s < BURST_TTFTS * objective_s:
             console.print(
                 f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, in a single burst; raise --num-requests to find a rate that can be sustained",
                 markup=False,

@@ -79,7 +79,7 @@ async def lines_of(client: Any, file_id: str | None) -> list[dict[str, Any]]:
 
 def test_a_batch_gives_what_calls_give_and_an_error_for_each_line_that_cannot_run(tmp_path):
     good = [line(f"r{i}", max_tokens=3 + i % 5, prompt=f"prompt {i}") for i in range(24)]
-    hurried = {"deadline_ms": 0.001, "slo": {"ttft_ms": 0.001}}  # without effect
+    hurried = {"deadline_ms": 0.001, "slo": {"ttft_ms": 0.001}, "slo_e2e_ms": 0}  # without effect
     good[3]["body"] |= hurried
     bad = [line("long", max_tokens=10_000), line("stream", stream=True), line("unknown", best_of=3)]
 

@@ -426,6 +426,9 @@ def test_what_takes_too_long_has_failed(tmp_path):
         (["--target", "h:1", "--attainment", "90"], "--attainment"),
         (["--target", "h:1", "--goodput", "itl:3"], "ttft:MS"),
         (["--target", "h:1", "--goodput", "ttft:3", "--slo-tbt-ms", "3"], "give one"),
+        (["--target", "h:1", "--goodput", "e2el:3", "--slo-e2e-ms", "3"], "give one"),
+        (["--target", "h:1", "--goodput", "ttftl:3"], "e2el:MS"),
+        (["--target", "h:1", "--goodput", "e2el:0"], "--goodput"),
         (["--target", "h:1", "--save-csv", "/no/such/place/x.csv"], "(--save-csv)"),
         (["--target", "h:1", "--api-key-file", "/no/such/file"], "(--api-key-file)"),
         (["--target", "h:1", "--tls-ca", "/no/such/file"], "(--tls-ca)"),
@@ -545,10 +548,10 @@ def test_json_says_where_it_comes_from_and_csv_reads_back(tmp_path):
     png = tmp_path / "x.png"
     with in_thread(toy.running):
         values, rows = saved(tmp_path, "--target", toy.url, "--num-requests", 5, "--seed", 3,
-                             "--goodput", "ttft:500", "tbt:400", "--save-png", png)  # fmt: skip
+                             "--goodput", "ttft:500", "tbt:400", "e2el:9000", "--save-png", png)  # fmt: skip
     assert png.stat().st_size > 1000
     assert values["command"].startswith(f"apt-jax bench --target {toy.url}")
-    assert values["slo_ms"] == {"slo_ttft_ms": 500.0, "slo_tbt_ms": 400.0}
+    assert values["slo_ms"] == {"slo_ttft_ms": 500.0, "slo_tbt_ms": 400.0, "slo_e2e_ms": 9000.0}
     assert values["versions"]["apt-jax"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", values["date"])
     assert values["load"]["seed"] == 3
@@ -594,15 +597,17 @@ def test_classes_are_summed_up_apart():
     assert list(found["by_class"]) == ["rt", "be"]
     assert [found["by_class"][c]["num_sent"] for c in ("rt", "be")] == [2, 1]
     assert [found["by_class"][c]["slo_attainment"] for c in ("rt", "be")] == [1.0, 0.0]
-    names = [name for name, _ in report.rows(found, has_slo=True)]
+    names = [name for name, _ in report.rows(found, SLO(ttft_s=0.3))]
     assert {"rt: SLO attainment (%)", "be: TTFT p50 / p90 / p99 (ms)"} <= set(names)
+    assert "end-to-end attainment (%)" not in names
+    assert ("end-to-end attainment (%)", "100.0") in report.rows(found, SLO(e2e_s=9.0))
     assert values([outcome(None, 0.1), outcome(None, 0.2)])["by_class"] == {}
 
 
 def test_a_row_loses_nothing_of_an_outcome():
     request = load.BenchRequest(index=4, at_s=1.5, max_tokens=3, slo_class="be")
     outcome = Outcome(
-        request=request, slo=SLO(ttft_s=0.3, tbt_s=0.05), due_s=11.5, sent_s=11.501,
+        request=request, slo=SLO(ttft_s=0.3, tbt_s=0.05, e2e_s=0.39), due_s=11.5, sent_s=11.501,
         token_times_s=[11.751, 11.781, 11.881], finished_s=11.9, finish_reason="length", prompt_tokens=7,
         num_preemptions=2, error='a "quoted", text',
     )  # fmt: skip
@@ -618,7 +623,9 @@ def test_a_row_loses_nothing_of_an_outcome():
     assert [float(g) for g in back["gaps_ms"].split()] == pytest.approx([30, 100], abs=1e-3)
     assert float(back["p99_tbt_ms"]) == pytest.approx(99.3, abs=1e-3)
     assert float(back["p99_tbt_drop_first_ms"]) == pytest.approx(100, abs=1e-3)
-    assert (back["ttft_attained"], back["tbt_attained"], back["slo_attained"]) == ("1", "0", "0")
+    assert float(back["e2e_ms"]) == pytest.approx(380, abs=1e-3)  # to the last token, not to the end
+    attained = ("ttft_attained", "tbt_attained", "e2e_attained", "slo_attained")
+    assert [back[name] for name in attained] == ["1", "0", "1", "0"]
 
 
 # --- our servers ---------------------------------------------------------------------------------------------------
@@ -658,10 +665,11 @@ def test_every_backend_measures_a_real_model(real, tmp_path, backend):
     before = slo_counts(real.server.port)
     values, rows = saved(
         tmp_path, "--backend", backend, "--target", f"127.0.0.1:{port}", "--request-rate", 50, "--num-requests", 6,
-        "--random-input-len", 40, "--random-output-len", 12, "--slo-ttft-ms", 60_000, "--slo-tbt-ms", 60_000,
+        "--random-input-len", 40, "--random-output-len", 12, "--slo-e2e-ms", 60_000,
     )  # fmt: skip
     assert values["statuses"] == {"ok": 6}
     assert values["model"] == "shallow"
+    assert values["e2e_attainment"] == 1.0
     assert values["slo_attainment"] == 1.0
     assert all(r["output_tokens"] == "12" and r["finish_reason"] == "length" for r in rows)
     lengths = [int(r["prompt_tokens"]) for r in rows]
@@ -711,8 +719,8 @@ def test_prompts_classes_and_refusals_reach_an_engine(tmp_path):
 
 
 def test_objectives_become_headers_without_exponents():
-    target = Target(address="x", slo=SLO(ttft_s=1e-6, tbt_s=12_345.5))
-    assert target.slo_headers() == {"x-slo-ttft-ms": "0.001", "x-slo-tpot-ms": "12345500"}
+    target = Target(address="x", slo=SLO(ttft_s=1e-6, tbt_s=12_345.5, e2e_s=86_400.0))
+    assert target.slo_headers() == {"x-slo-ttft-ms": "0.001", "x-slo-tpot-ms": "12345500", "x-slo-e2e-ms": "86400000"}
     assert Target(address="x").slo_headers() == {}
 
 

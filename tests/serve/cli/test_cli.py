@@ -22,7 +22,7 @@ import zipfile
 import httpx2
 import pytest
 
-from apt_jax.config import EngineConfig
+from apt_jax.config import SLO, EngineConfig
 from apt_jax.errors import ConfigError, ModelLoadError
 from apt_jax.models import models_with_files
 from apt_jax.text.chat import ChatTemplate
@@ -221,9 +221,9 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
     _, out, _ = run("serve", "--help=all")
     text = " ".join(out.split())
     assert "(default: on)" in text
-    assert text.count("(default: none, always attained)") == 2
+    assert text.count("(default: none, always attained)") == 3
     text = " ".join(run("generate", "--help")[1].split())
-    assert text.count("(default: the engine's)") == 2
+    assert text.count("(default: the engine's)") == 3
     text = " ".join(run("simulate", "--help")[1].split())
     assert "required for a trace without arrivals" in text
 
@@ -283,6 +283,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "-tp", "0"), "(-tp)"),
         (("serve", "--default-slo-ttft-ms", "nan"), "--default-slo-ttft-ms"),
         (("serve", "--default-slo-ttft-ms", "-5"), "--default-slo-ttft-ms"),
+        (("serve", "--default-slo-e2e-ms", "0"), "--default-slo-e2e-ms"),
         (("serve", "--shutdown-timeout", "-1"), "--shutdown-timeout"),
         (("serve", "--host", "0.0.0.0"), "(--insecure-open)"),
         (("serve", "--host", "::"), "(--insecure-open)"),
@@ -354,6 +355,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         ),
         (("chat", "tiny-opt", "--top-p", "5"), "top_p: 5.0"),
         (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),
+        (("chat", "tiny-opt", "--slo-e2e-ms", "-1"), "slo_e2e_ms: -1.0"),
         (("chat", "tiny-opt", *("--stop", "x") * 17), "stop: 17 strings"),
     ],
 )
@@ -407,6 +409,16 @@ def test_numbers_of_tokens_have_units(text, tokens):
     parser = options.Parser()
     serve_command.add_arguments(parser)
     assert parser.parse_args(["--max-model-len", text]).max_model_len == tokens
+
+
+def test_objectives_of_serve_are_defaults_of_requests():
+    parser = options.Parser()
+    serve_command.add_arguments(parser)
+    given = ["--default-slo-ttft-ms", "500", "--default-slo-tbt-ms", "50", "--default-slo-e2e-ms", "9000"]
+    for num in range(0, 7, 2):
+        config = options.engine_config(parser.parse_args(given[:num]))
+        seconds = dict(zip(("ttft_s", "tbt_s", "e2e_s"), (0.5, 0.05, 9.0)[: num // 2], strict=False))
+        assert config.scheduler.default_slo == SLO(**seconds)
 
 
 def test_help_keeps_the_capitals_of_names():
@@ -637,6 +649,9 @@ def test_generate_prints_completions(server, tmp_path):
     assert out == f"hello{expected_text(parts, 'hello', 12)}\n"
     assert "6 prompt and 12 output tokens" in err
     assert "objectives attained" in err
+    _, late, err = run("generate", "toy", "hello", "--target", target, "--max-tokens", "12", "--slo-e2e-ms", "0.01")
+    assert late == out
+    assert "objectives missed" in err
     file = tmp_path / "out.json"
     code, out, err = run(
         "generate", "toy", "a", "-", "--target", target, "--max-tokens", "5", "--quiet", "--json", str(file), stdin="b",
@@ -658,6 +673,7 @@ def test_generate_prints_completions(server, tmp_path):
         (("other", "hi"), 2, "NOT_FOUND"),
         (("toy", "hi", "--slo-ttft-ms", "0"), 2, "slo_ttft_ms"),
         (("toy", "hi", "--json", "/no/such/dir/f"), 2, "--json"),
+        (("toy", "hi", "--slo-e2e-ms", "1e12"), 2, "slo_e2e_ms"),
     ],
 )
 def test_what_the_server_refuses_is_one_line(server, argv, code, says):
@@ -862,7 +878,7 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_chat_with_a_server_uses_its_template(protocol):
-    argv = ("--max-tokens", "12", "--system", "Be brief.", "--timings", "--slo-ttft-ms", "60000")
+    argv = ("--max-tokens", "12", "--system", "Be brief.", "--timings", "--slo-e2e-ms", "60000")
 
     async def scenario(served):
         parts = served.parts

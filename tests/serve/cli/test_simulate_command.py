@@ -125,6 +125,33 @@ def test_help_names_the_default_policies_of_simulate_and_serve():
     assert "(default: apt; of apt-jax serve: apt-plus)" in " ".join(parser_of("simulate").format_help().split())
 
 
+def test_an_end_to_end_objective_is_in_the_table_and_results(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = ["simulate", *QUICK, "--rate", "4", "--scheduling-policy", "fcfs", "--cache", "kv", "--json", str(path)]
+    shares = []
+    for given in ([], ["--slo-e2e-ms", "1"], ["--slo-e2e-ms", "3600000"]):
+        assert main([*args, *given]) == 0
+        values, said = json.loads(path.read_text(), parse_constant=pytest.fail), capsys.readouterr().out
+        assert ("end-to-end attainment" in said) is ("end to end p50" in said) is bool(given)
+        assert ("end to end 3600 s" in " ".join(said.split())) is ("3600000" in given)
+        assert values["config"]["slo"]["e2e_s"] == (float(given[1]) / 1e3 if given else None)
+        assert values["e2e_s"]["p99"] >= values["ttft_s"]["p99"]
+        shares.append((values["e2e_attainment"], values["slo_attainment"]))
+    assert shares[1] == (0.0, 0.0)
+    assert shares[2] == shares[0]
+
+
+def test_a_generated_trace_may_have_an_end_to_end_objective_alone(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = ["simulate", "--trace", "batch-synthetic-data", "--scale-tokens", "1/64", "--num-requests", "5"]
+    more = ["--scheduling-policy", "fcfs", "--cache", "kv", "--workers", "1", "--seeds", "1", "--json", str(path)]
+    assert main([*args, *more, "--rate", "1"]) == 0
+    values, said = json.loads(path.read_text(), parse_constant=pytest.fail), " ".join(capsys.readouterr().out.split())
+    assert values["config"]["slo"] == {"ttft_s": None, "tbt_s": None, "e2e_s": 2080.0}
+    assert "kv cache, end to end 2080 s" in said
+    assert values["slo_attainment"] == values["e2e_attainment"] == 1.0
+
+
 def test_a_rate_that_is_a_burst_is_said(capsys):
     args = [*QUICK, "--scheduling-policy", "fcfs", "--seeds", "1", "--workers", "1"]
     assert main(["simulate", *args, "--num-requests", "5", "--find-rate", "0.5"]) == 0

@@ -59,7 +59,7 @@ SANE: dict[str, list[Message]] = {
         apt_pb.GenerateRequest(text="hi", sampling=apt_pb.SamplingParams(max_tokens=4)),
         apt_pb.GenerateRequest(token_ids=apt_pb.TokenIds(ids=[5, 6]), sampling=apt_pb.SamplingParams(**_SAMPLING)),
         apt_pb.GenerateRequest(
-            text="hi", request_id="r", model="toy", slo=apt_pb.Slo(ttft_ms=500, tbt_ms=100), slo_class="SLO_CLASS_BE", deadline_ms=60_000,
+            text="hi", request_id="r", model="toy", slo=apt_pb.Slo(ttft_ms=500, tbt_ms=100, e2e_ms=9000), slo_class="SLO_CLASS_BE", deadline_ms=60_000,
             sampling=apt_pb.SamplingParams(max_tokens=4, structured_outputs=apt_pb.StructuredOutputs(regex="a+")),
         ),
     ],

@@ -200,18 +200,24 @@ BAD_REQUESTS: list[tuple[str, dict]] = [
     ("request_id", {"request_id": "x" * 129}),
     *(
         (name, {field: value})
-        for field, name in (("slo_ttft_ms", "slo.ttft_ms: "), ("slo_tbt_ms", "slo.tbt_ms: "))
+        for field, name in (
+            ("slo_ttft_ms", "slo.ttft_ms: "),
+            ("slo_tbt_ms", "slo.tbt_ms: "),
+            ("slo_e2e_ms", "slo.e2e_ms: "),
+        )
         for value in (0.0, -1.0, math.nan, math.inf, 1e18)
     ),
     *(("deadline_ms", {"deadline_ms": value}) for value in (0.0, -5.0, math.nan, math.inf, 1e18)),
     *(
         (key, {"metadata": {key: value}})
-        for key in ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+        for key in ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms", "x-slo-e2e-ms")
         for value in ("abc", "", "nan", "inf", "-5", "1e3", "1_000")
     ),
     ("x-slo-ttft-ms: ", {"metadata": {"x-slo-ttft-ms": "0"}}),
     ("x-llm-d-slo-tpot-ms: ", {"metadata": {"x-llm-d-slo-tpot-ms": "999999999999", "x-slo-tpot-ms": "5"}}),
     ("slo.tbt_ms: ", {"slo_tbt_ms": 0.0, "metadata": {"x-slo-tpot-ms": "5"}}),
+    ("x-slo-e2e-ms: ", {"metadata": {"x-slo-e2e-ms": "0"}}),
+    ("slo.e2e_ms: ", {"slo_e2e_ms": 0.0, "metadata": {"x-slo-e2e-ms": "5"}}),
     ("service_tier", {"metadata": {"service_tier": "gold"}}),
 ]
 
@@ -381,19 +387,32 @@ def test_a_full_queue_is_resource_exhausted_with_a_hint(serve_toy):
 @pytest.mark.parametrize(
     ("fields", "metadata", "want"),
     [
-        ({}, {}, (None, None)),
-        ({}, {"x-slo-ttft-ms": "300", "x-slo-tpot-ms": "30.5"}, (300, 30.5)),
-        ({}, {"x-slo-ttft-ms": "300", "x-llm-d-slo-ttft-ms": "200"}, (200, None)),
-        ({}, {"x-llm-d-slo-tpot-ms": "20", "x-slo-tpot-ms": "30"}, (None, 20)),
-        ({"slo_ttft_ms": 100}, {"x-llm-d-slo-ttft-ms": "200", "x-slo-tpot-ms": "30"}, (100, 30)),
+        ({}, {}, (None, None, None)),
+        ({}, {"x-slo-ttft-ms": "300", "x-slo-tpot-ms": "30.5", "x-slo-e2e-ms": "9000"}, (300, 30.5, 9000)),
+        ({}, {"x-slo-ttft-ms": "300", "x-llm-d-slo-ttft-ms": "200"}, (200, None, None)),
+        ({}, {"x-llm-d-slo-tpot-ms": "20", "x-slo-tpot-ms": "30"}, (None, 20, None)),
+        ({"slo_ttft_ms": 100}, {"x-llm-d-slo-ttft-ms": "200", "x-slo-tpot-ms": "30"}, (100, 30, None)),
+        ({"slo_e2e_ms": 8000}, {"x-slo-e2e-ms": "9000", "x-slo-tpot-ms": "30"}, (None, 30, 8000)),
     ],
 )
 def test_objectives_come_from_the_message_then_the_headers(serve_toy, fields, metadata, want):
     async def scenario(served):
         chunks, _ = await collect(served, "hello", max_tokens=2, metadata=metadata, **fields)
         slo = chunks[-1].finish.slo
-        got = tuple(getattr(slo, name) if slo.HasField(name) else None for name in ("ttft_ms", "tbt_ms"))
+        got = tuple(getattr(slo, name) if slo.HasField(name) else None for name in ("ttft_ms", "tbt_ms", "e2e_ms"))
         assert got == want
+
+    serve_toy(scenario)
+
+
+def test_a_request_that_ends_late_is_told_so_and_gets_its_whole_output(serve_toy):
+    async def scenario(served):
+        for e2e_ms, attained in ((60_000, True), (0.01, False)):
+            chunks, tokens = await collect(served, "hello", max_tokens=9, slo_ttft_ms=60_000, slo_e2e_ms=e2e_ms)
+            assert tokens == expected(served, "hello", 9)
+            slo = chunks[-1].finish.slo
+            assert (slo.ttft_attained, slo.tbt_attained, slo.e2e_attained) == (True, True, attained)
+            assert slo.attained is attained
 
     serve_toy(scenario)
 

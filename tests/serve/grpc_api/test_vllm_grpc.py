@@ -335,10 +335,10 @@ def test_objectives_come_from_the_metadata(serve_toy):
             add(request)
 
         served.parts.engine.add_request = noting
-        metadata = [("x-slo-ttft-ms", "300"), ("service_tier", "flex")]
+        metadata = [("x-slo-ttft-ms", "300"), ("x-slo-e2e-ms", "9000"), ("service_tier", "flex")]
         request = vllm_request(max_tokens=1)
         assert [m async for m in stub(served).Generate(request, metadata=metadata)]
-        assert (seen[0].slo.ttft_s, seen[0].slo_class) == (0.3, "be")
+        assert (seen[0].slo, seen[0].slo_class) == (SLO(ttft_s=0.3, e2e_s=9.0), "be")
         error = await rpc_error_of(stub(served).Generate(request, metadata=[("x-slo-ttft-ms", "a")]))
         assert error.code() is Code.INVALID_ARGUMENT
         error = await rpc_error_of(stub(served).Generate(request, metadata=[("x-slo-ttft-ms", "0")]))

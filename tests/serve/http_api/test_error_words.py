@@ -80,13 +80,18 @@ def test_errors_about_wrong_values_name_the_field_that_was_sent_in_words_of_json
     [
         ({"slo": {"ttft_ms": -1}}, {}, "slo.ttft_ms"),
         ({"slo": {"tbt_ms": 0}}, {}, "slo.tbt_ms"),
+        ({"slo": {"e2e_ms": 0}}, {}, "slo.e2e_ms"),
         ({"slo": {"class": "x"}}, {}, "slo.class"),
         ({"slo": {"deadline_ms": 0}}, {}, "slo.deadline_ms"),
         ({"slo_ttft_ms": -1}, {}, "slo_ttft_ms"),
+        ({"slo_e2e_ms": -1}, {}, "slo_e2e_ms"),
+        ({"slo_e2e_ms": 5, "slo": {"e2e_ms": 5}}, {}, "slo_e2e_ms"),
         ({"slo_class": "x"}, {}, "slo_class"),
         ({"deadline_ms": "x"}, {}, "deadline_ms"),
         ({}, {"x-slo-ttft-ms": "0"}, "x-slo-ttft-ms"),
         ({}, {"x-llm-d-slo-tpot-ms": "0"}, "x-llm-d-slo-tpot-ms"),
+        ({}, {"x-slo-e2e-ms": "0"}, "x-slo-e2e-ms"),
+        ({}, {"x-slo-e2e-ms": "soon"}, "x-slo-e2e-ms"),
         ({"slo": {"ttft_ms": -1}}, {"x-slo-ttft-ms": "5"}, "slo.ttft_ms"),
     ],
 )  # fmt: skip

@@ -20,11 +20,11 @@ from schemathesis.core.parameters import ParameterLocation
 from schemathesis.engine import events, from_schema
 from schemathesis.specs.openapi.checks import negative_data_rejection
 
-from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS
+from serve.slo_headers import E2E_KEYS, TBT_KEYS, TIER_KEY, TTFT_KEYS
 from tests.support.cases import num_cases
 from tests.support.fuzzing import FULL, KEY, SEED, Fuzzed, cases, fuzz, fuzzing
 
-OBJECTIVES = {"slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY}
+OBJECTIVES = {"slo", "slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "slo_class", TIER_KEY}
 EXAMPLES = {
     "Completion": cases(num_cases(7, 14), 2000, 16_000),
     "ChatCompletion": cases(num_cases(5, 10), 1300, 10_000),
@@ -70,7 +70,7 @@ def invalid_data_is_refused(ctx: Any, response: Any, case: Any) -> None:
     """As the check that it calls; but an objective in a header is not read where another one comes first, and what is
     too long may be too large as a whole."""
     negated = {at for at, part in case.meta.components.items() if part.mode.is_negative}
-    given_headers = {name.lower() for name in case.headers} & {*TTFT_KEYS, *TBT_KEYS, TIER_KEY}
+    given_headers = {name.lower() for name in case.headers} & {*TTFT_KEYS, *TBT_KEYS, *E2E_KEYS, TIER_KEY}
     in_body = OBJECTIVES & case.body.keys() if isinstance(case.body, dict) else set()
     if negated == {ParameterLocation.HEADER} and (in_body or len(given_headers) > 1):
         return
@@ -235,7 +235,15 @@ def test_bytes_that_are_no_json(client):
     fuzz("http-no-json", functools.partial(check_no_json, client), cases(40, 1000, 10_000), data=NO_JSON)
 
 
-HEADERS = ["x-llm-d-slo-ttft-ms", "x-slo-tpot-ms", "service_tier", "x-request-id", "accept", "content-length-x"]
+HEADERS = [
+    "x-llm-d-slo-ttft-ms",
+    "x-slo-tpot-ms",
+    "x-slo-e2e-ms",
+    "service_tier",
+    "x-request-id",
+    "accept",
+    "content-length-x",
+]
 
 
 def test_any_header(client):

@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 import json
-import math
 import threading
 from typing import Any
 
 import openai
 import pytest
 
+from apt_jax.config import SLO
 from apt_jax.request import SamplingParams
 from apt_jax.text.chat import ChatTemplate
 from apt_jax.text.detokenizer import IncrementalDetokenizer
@@ -263,7 +263,7 @@ def test_structured_outputs_by_both_names():
 
 def test_how_it_was_served_is_told_to_those_who_ask():
     async def scenario(served):
-        slo = {"ttft_ms": 60_000, "tbt_ms": 0.01, "class": "be"}
+        slo = {"ttft_ms": 60_000, "tbt_ms": 0.01, "e2e_ms": 50_000, "class": "be"}
         (choice,) = (await served.ask("hello", max_tokens=6, slo=slo, aptjax_timings=True, request_id="r-1"))["choices"]
         told = choice["aptjax"]
         assert told["request_id"] == "r-1"
@@ -271,10 +271,14 @@ def test_how_it_was_served_is_told_to_those_who_ask():
         assert 0 <= t["queue_ms"] <= t["ttft_ms"] <= t["total_ms"]
         assert t["p99_tbt_ms"] > 2.0
         assert told["slo"] == {
-            "ttft_ms": 60_000, "tbt_ms": 0.01, "class": "be",
-            "ttft_attained": True, "tbt_attained": False, "attained": False,
+            "ttft_ms": 60_000, "tbt_ms": 0.01, "e2e_ms": 50_000, "class": "be",
+            "ttft_attained": True, "tbt_attained": False, "e2e_attained": True, "attained": False,
         }  # fmt: skip
         assert told["cache_kind"] in ("kv", "hidden")
+        (choice,) = (await served.ask("hello", max_tokens=6, slo_e2e_ms=0.01, aptjax_timings=True))["choices"]
+        told = choice["aptjax"]["slo"]
+        assert (told["e2e_ms"], told["e2e_attained"], told["attained"]) == (0.01, False, False)
+        assert (choice["finish_reason"], told["tbt_attained"]) == ("length", True)
         assert "aptjax" not in (await served.ask("hello", max_tokens=1))["choices"][0]
         body = {"prompt": "hello", "max_tokens": 4, "stream": True, "aptjax_timings": True, "ignore_eos": True}
         events = (await served.post("/v1/completions", body)).text.split("\n\n")[:-2]
@@ -768,7 +772,7 @@ def test_a_misspelt_objective_is_refused():
         assert answer.status_code == 400
         error = error_of(answer)
         assert error["param"] == "slo"
-        assert "'ttft' is none of ttft_ms, tbt_ms, class, deadline_ms" in error["message"]
+        assert "'ttft' is none of ttft_ms, tbt_ms, e2e_ms, class, deadline_ms" in error["message"]
 
     run(scenario)
 
@@ -776,17 +780,23 @@ def test_a_misspelt_objective_is_refused():
 @pytest.mark.parametrize(
     ("body", "headers", "want"),
     [
-        ({}, {}, (math.inf, math.inf, "rt")),
-        ({"slo": {"ttft_ms": 500, "tbt_ms": 50, "class": "be"}}, {}, (0.5, 0.05, "be")),
-        ({"slo_ttft_ms": 500, "slo_tbt_ms": 50, "slo_class": "be"}, {}, (0.5, 0.05, "be")),
-        ({}, {"x-llm-d-slo-ttft-ms": "250", "x-llm-d-slo-tpot-ms": "12.5"}, (0.25, 0.0125, "rt")),
-        ({}, {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5"}, (0.25, 0.0125, "rt")),
-        ({}, {"x-slo-ttft-ms": "1", "x-llm-d-slo-ttft-ms": "2"}, (0.002, math.inf, "rt")),
-        ({"slo": {"ttft_ms": 3}}, {"x-llm-d-slo-ttft-ms": "2", "x-slo-tpot-ms": "7"}, (0.003, 0.007, "rt")),
-        ({"service_tier": "flex"}, {}, (math.inf, math.inf, "be")),
-        ({"service_tier": "priority"}, {}, (math.inf, math.inf, "rt")),
-        ({"service_tier": "auto"}, {}, (math.inf, math.inf, "rt")),
-        ({"service_tier": "flex", "slo_class": "rt"}, {}, (math.inf, math.inf, "rt")),
+        ({}, {}, (SLO(), "rt")),
+        ({"slo": {"ttft_ms": 500, "tbt_ms": 50, "e2e_ms": 9000, "class": "be"}}, {}, (SLO(0.5, 0.05, e2e_s=9.0), "be")),
+        ({"slo_ttft_ms": 500, "slo_tbt_ms": 50, "slo_class": "be"}, {}, (SLO(0.5, 0.05), "be")),
+        ({"slo_e2e_ms": 9000}, {}, (SLO(e2e_s=9.0), "rt")),
+        ({}, {"x-llm-d-slo-ttft-ms": "250", "x-llm-d-slo-tpot-ms": "12.5"}, (SLO(0.25, 0.0125), "rt")),
+        (
+            {},
+            {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5", "x-slo-e2e-ms": "9000"},
+            (SLO(0.25, 0.0125, e2e_s=9.0), "rt"),
+        ),
+        ({}, {"x-slo-ttft-ms": "1", "x-llm-d-slo-ttft-ms": "2"}, (SLO(0.002), "rt")),
+        ({"slo": {"ttft_ms": 3}}, {"x-llm-d-slo-ttft-ms": "2", "x-slo-tpot-ms": "7"}, (SLO(0.003, 0.007), "rt")),
+        ({"slo": {"e2e_ms": 3}}, {"x-slo-e2e-ms": "2", "x-slo-tpot-ms": "7"}, (SLO(tbt_s=0.007, e2e_s=0.003), "rt")),
+        ({"service_tier": "flex"}, {}, (SLO(), "be")),
+        ({"service_tier": "priority"}, {}, (SLO(), "rt")),
+        ({"service_tier": "auto"}, {}, (SLO(), "rt")),
+        ({"service_tier": "flex", "slo_class": "rt"}, {}, (SLO(), "rt")),
     ],
 )
 def test_objectives_of_body_headers_and_tier(body, headers, want):
@@ -795,7 +805,7 @@ def test_objectives_of_body_headers_and_tier(body, headers, want):
         add = served.parts.engine.add_request
 
         def noting(request):
-            seen.append((request.slo.ttft_s, request.slo.tbt_s, request.slo_class))
+            seen.append((request.slo, request.slo_class))
             add(request)
 
         served.parts.engine.add_request = noting

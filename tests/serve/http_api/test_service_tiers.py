@@ -1,4 +1,4 @@
-"""Classes on every endpoint: what a request asks for, what the engine sees, and what the answer says."""
+"""Classes and objectives on every endpoint: what a request asks for, what the engine sees, and what the answer says."""
 
 import dataclasses
 from typing import Any
@@ -41,13 +41,13 @@ def parts(**limits: Any):
     return dataclasses.replace(made, limits=dataclasses.replace(made.limits, **limits))
 
 
-def noting(served: Any) -> list[tuple[str, float]]:
-    """Class and TTFT objective of each request that the engine gets from now on."""
-    seen: list[tuple[str, float]] = []
+def noting(served: Any) -> list[tuple[str, SLO]]:
+    """Class and objectives of each request that the engine gets from now on."""
+    seen: list[tuple[str, SLO]] = []
     add = served.parts.engine.add_request
 
     def add_request(request: Any) -> None:
-        seen.append((request.slo_class, request.slo.ttft_s))
+        seen.append((request.slo_class, request.slo))
         add(request)
 
     served.parts.engine.add_request = add_request
@@ -73,6 +73,32 @@ def test_every_endpoint_serves_the_tier_that_is_asked_for_and_says_so():
             assert (await ask(served, path, service_tier="priority", slo_class="be"))["service_tier"] == "flex"
             assert (await ask(served, path, service_tier="flex", slo={"class": "rt"}))["service_tier"] == "default"
             seen.clear()
+
+    run(scenario, parts=parts())
+
+
+def test_every_endpoint_takes_an_end_to_end_objective_and_refuses_a_bad_one():
+    async def scenario(served):
+        seen = noting(served)
+        bodies = {**BODIES, MESSAGES: {"messages": HELLO, "max_tokens": 2}}
+        header = {"x-slo-e2e-ms": "7000"}
+        for path, body in bodies.items():
+            for fields, seconds in (
+                ({}, 7.0),
+                ({"slo_e2e_ms": 9000}, 9.0),
+                ({"slo": {"e2e_ms": 8000.5}}, 8.0005),
+                ({"slo": {"ttft_ms": None}, "slo_e2e_ms": None}, 7.0),
+            ):
+                response = await served.post(path, {**body, **fields}, headers=header)
+                assert response.status_code == 200, (path, response.text)
+                assert {slo for _, slo in seen} == {SLO(e2e_s=seconds)}, (path, fields)
+                seen.clear()
+            for bad in (0, -1, 1e18, "9000", True, [1]):
+                for fields in ({"slo_e2e_ms": bad}, {"slo": {"e2e_ms": bad}}):
+                    response = await served.post(path, {**body, **fields})
+                    assert response.status_code == 400, (path, fields)
+                    assert "e2e_ms: " in response.json()["error"]["message"], (path, fields)
+        assert not seen
 
     run(scenario, parts=parts())
 
@@ -136,6 +162,6 @@ def test_the_servers_default_class_is_for_those_that_name_none():
                 seen.clear()
                 assert (await ask(served, path, **fields))["service_tier"] == used
                 # Default objectives are those of real-time requests.
-                assert set(seen) == {(slo_class, 2.0 if slo_class == "rt" else float("inf"))}
+                assert set(seen) == {(slo_class, SLO(ttft_s=2.0) if slo_class == "rt" else SLO())}
 
     run(scenario, parts=parts(default_slo_class="be", default_slo=SLO(ttft_s=2.0)))

@@ -132,7 +132,7 @@ def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
             await served.ask("x" * n, max_tokens=n)
         async for _ in served.grpc.generate("hello", max_tokens=4, ignore_eos=True, slo_ttft_ms=60_000, slo_class="be"):
             pass
-        await served.ask("x", n=2, max_tokens=2, slo={"ttft_ms": 60_000, "tbt_ms": 0.001})
+        await served.ask("x", n=2, max_tokens=2, slo={"ttft_ms": 60_000, "tbt_ms": 0.001, "e2e_ms": 60_000})
         scrapes = [await scrape(served) for _ in range(3)]
         first = scrapes[0]
         for other in scrapes[1:]:  # reading changes nothing
@@ -189,7 +189,9 @@ def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
         assert slo("attained", "ttft", "rt") == 2
         assert slo("missed", "tbt", "rt") == slo("missed", "all", "rt") == 2
         assert slo("attained", "tbt", "rt") == slo("missed", "ttft", "rt") == 0
+        assert slo("attained", "e2e", "rt") == 2
         assert slo("attained", "tbt", "be") == slo("missed", "tbt", "be") == 0
+        assert slo("attained", "e2e", "be") == slo("missed", "e2e", "be") == slo("missed", "e2e", "rt") == 0
         assert slo("attained", "strict", "be") == 1
         assert slo("missed", "strict", "rt") == 2
 
@@ -219,7 +221,7 @@ def test_outputs_of_one_prompt_are_one_observation():
 
 def test_requests_that_were_refused_or_broken_off_have_missed():
     async def scenario(served):
-        body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "slo_ttft_ms": 60_000}
+        body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "slo_e2e_ms": 60_000}
         responses = await asyncio.gather(
             *(served.post("/v1/completions", {**body, "deadline_ms": 60.0 + n}) for n in range(4))
         )
@@ -230,6 +232,7 @@ def test_requests_that_were_refused_or_broken_off_have_missed():
         assert after.value("aptjax:requests_refused_total") == codes.count(429)
         assert after.value("vllm:request_success_total", finished_reason="abort") == codes.count(408)
         assert after.value("aptjax:slo_missed_total", slo="all", **{"class": "rt"}) == 4
+        assert after.value("aptjax:slo_missed_total", slo="e2e", **{"class": "rt"}) == 4
         assert after.value("aptjax:slo_attained_total", slo="all", **{"class": "rt"}) == 0
         assert after.value("vllm:e2e_request_latency_seconds_count") == 0
 

@@ -72,7 +72,7 @@ def test_a_request_is_a_span_with_its_queue_prefill_and_decode():
     before_ns = time.time_ns()
 
     async def scenario(served):
-        await served.ask(CANARY, max_tokens=7, slo={"ttft_ms": 60_000, "tbt_ms": 50_000})
+        await served.ask(CANARY, max_tokens=7, slo={"ttft_ms": 60_000, "tbt_ms": 50_000, "e2e_ms": 0.01})
 
     found = traced(scenario, step_s=0.02)
     (span,) = found.named("llm_request")
@@ -93,6 +93,8 @@ def test_a_request_is_a_span_with_its_queue_prefill_and_decode():
     assert values["aptjax.slo.ttft_ms"] == 60_000
     assert values["aptjax.slo.ttft_attained"] is True
     assert values["aptjax.slo.tbt_attained"] is True
+    assert values["aptjax.slo.e2e_ms"] == 0.01
+    assert values["aptjax.slo.e2e_attained"] is False
     assert values["aptjax.slo.class"] == "rt"
     assert values["aptjax.cache.kind"] in ("kv", "hidden")
     assert values["aptjax.cache.blocks"] > 0

@@ -136,12 +136,14 @@ class Choices(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("ttft_ms", "tbt_ms")
+    __slots__ = ("ttft_ms", "tbt_ms", "e2e_ms")
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TBT_MS_FIELD_NUMBER: _ClassVar[int]
+    E2E_MS_FIELD_NUMBER: _ClassVar[int]
     ttft_ms: float
     tbt_ms: float
-    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ...) -> None: ...
+    e2e_ms: float
+    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "sequence", "text", "token_ids", "logprobs", "finish", "prompt_logprobs")
@@ -234,18 +236,22 @@ class Timings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., p99_tbt_ms: _Optional[float] = ..., p99_tbt_drop_first_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class SloResult(_message.Message):
-    __slots__ = ("ttft_ms", "tbt_ms", "ttft_attained", "tbt_attained", "attained")
+    __slots__ = ("ttft_ms", "tbt_ms", "ttft_attained", "tbt_attained", "attained", "e2e_ms", "e2e_attained")
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TBT_MS_FIELD_NUMBER: _ClassVar[int]
     TTFT_ATTAINED_FIELD_NUMBER: _ClassVar[int]
     TBT_ATTAINED_FIELD_NUMBER: _ClassVar[int]
     ATTAINED_FIELD_NUMBER: _ClassVar[int]
+    E2E_MS_FIELD_NUMBER: _ClassVar[int]
+    E2E_ATTAINED_FIELD_NUMBER: _ClassVar[int]
     ttft_ms: float
     tbt_ms: float
     ttft_attained: bool
     tbt_attained: bool
     attained: bool
-    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., ttft_attained: _Optional[bool] = ..., tbt_attained: _Optional[bool] = ..., attained: _Optional[bool] = ...) -> None: ...
+    e2e_ms: float
+    e2e_attained: bool
+    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., ttft_attained: _Optional[bool] = ..., tbt_attained: _Optional[bool] = ..., attained: _Optional[bool] = ..., e2e_ms: _Optional[float] = ..., e2e_attained: _Optional[bool] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()
