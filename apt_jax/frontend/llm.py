@@ -86,7 +86,7 @@ def _find_flags() -> dict[str, str]:
 
 
 _FLAGS = _find_flags()
-_FLAG = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(map(re.escape, _FLAGS), reverse=True))})(?![\w-])")
+_FLAG = re.compile(rf"(?<![\w/'\"-])(?:{'|'.join(sorted(map(re.escape, _FLAGS), reverse=True))})(?![\w-])")
 
 
 @contextlib.contextmanager

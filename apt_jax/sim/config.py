@@ -27,9 +27,10 @@ class SimulationConfig:
     cv: float | None = option(None, metavar="CV", positive=True, low=0.05, high=100)
     """Coefficient of variation of the gaps between arrivals (Gamma; 1: Poisson; default: recorded arrivals, else 1)."""
     num_requests: int = option(1000, metavar="N", positive=True, low=1)
-    """Number of requests, drawn from the trace at random; with recorded arrivals the first N requests of the trace."""
-    num_sessions: int = option(20, metavar="N", positive=True, low=1)
-    """Number of sessions, drawn at random from a trace of sessions (docs/lab/sessions.md)."""
+    """Number of requests, drawn from the trace at random; with recorded arrivals the first N requests of the trace; not
+    used with sessions."""
+    num_sessions: int | None = option(None, metavar="N", positive=True, low=1)
+    """Number of sessions, drawn at random from a trace of sessions (docs/lab/sessions.md; default: 20)."""
     concurrent_sessions: int | None = option(None, metavar="N", positive=True, low=1)
     """Number of sessions held constant: the next begins when one has ended. The first N begin within a minute."""
     max_think_s: float | None = option(None, metavar="SECONDS", low=0, high=30 * 86400)
@@ -54,9 +55,9 @@ class SimulationConfig:
     to two steps (default: on with a description from apt-jax calibrate, off with the descriptions of the papers'
     engines)."""
     slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)  # noqa: RUF009 - frozen
-    output_scale: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive")
+    output_scale: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive, up to 1000")
     """Factor on output lengths."""
-    scale_tokens: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive")
+    scale_tokens: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive, up to 1000")
     """Factor on prompt and output lengths, such as 1/64 for a small machine; prompts share as large a part as before."""
     max_tokens: int | None = option(None, metavar="N", positive=True, low=1)
     """max_tokens of each request, limited to the positions left in the model and the pool; a request ends at its output

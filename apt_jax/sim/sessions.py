@@ -315,7 +315,6 @@ def summarize_sessions(calls: Calls, records: Sequence[RequestRecord], alone: ND
 
 
 def alone_s(
-    calls: Calls,
     prompt_tokens: NDArray[np.int32],
     output_tokens: NDArray[np.int32],
     shared_tokens: NDArray[np.int64],
@@ -325,13 +324,12 @@ def alone_s(
     """Return the (n,) seconds that each call takes on an idle engine that has the keys and values of its shared tokens.
 
     Args:
-        calls: the calls.
         prompt_tokens, output_tokens: lengths of each.
         shared_tokens: number of tokens at the beginning of each prompt that need not be computed.
         costs: time of steps.
         step_tokens: maximum number of tokens per step.
     """
-    total, cached = prompt_tokens.astype(np.float64), np.where(calls.parent >= 0, shared_tokens, 0).astype(np.float64)
+    total, cached = prompt_tokens.astype(np.float64), shared_tokens.astype(np.float64)
     new = total - cached
     chunks = np.ceil(new / step_tokens)
     begun = chunks * cached + step_tokens * chunks * (chunks - 1) / 2

@@ -147,7 +147,7 @@ class SimulationResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the result as `apt-jax simulate --json` prints it."""
         s = self.summary
-        config = dataclasses.asdict(self.config)
+        config = {k: v.item() if isinstance(v, np.generic) else v for k, v in dataclasses.asdict(self.config).items()}
         config["slo"] = {name: s if math.isfinite(s) else None for name, s in config["slo"].items()}
         return {
             "config": config,
@@ -393,9 +393,8 @@ def simulate(
             workload.calls,
             records,
             alone_s(
-                workload.calls,
                 workload.prompt_tokens,
-                workload.output_tokens,
+                np.minimum(workload.output_tokens, config.max_tokens or 2**31 - 1),
                 workload.shared_tokens(config),
                 costs,
                 budget,

@@ -69,6 +69,9 @@ def run_key(config: SimulationConfig, **more: Any) -> str:
         path = str(facts[field])
         if os.path.isfile(path):
             facts[field] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        elif os.path.isdir(path):
+            of_files = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(path).glob("*.json"))]
+            facts[field] = of_files
     digest = policy_digest(config.policy)
     if digest is not None:
         facts["policy_source"] = digest

@@ -63,6 +63,7 @@ class Trace:
     def take(self, index: NDArray[np.integer], calls: Calls | None = None) -> "Trace":
         """Return a trace of the requests with these indices, in this order; of a trace of sessions with their
         `calls`."""
+        assert calls is not None or self.calls is None, "the calls of sessions are taken with what ties them"
 
         def pick(values: NDArray | None) -> NDArray | None:
             return None if values is None else values[index]
@@ -92,6 +93,18 @@ class Trace:
             return self
         return dataclasses.replace(self, output_tokens=_scaled(self.output_tokens, factor))
 
+    def without_sessions(self, flag: str) -> "Trace":
+        """Return the trace.
+
+        Raises:
+            ConfigError: its requests wait for each other.
+        """
+        if self.calls is None:
+            return self
+        raise ConfigError(
+            f"{self.name}: is a trace of sessions, which apt-jax simulate runs; give another one ({flag})"
+        )
+
     def scale_tokens(self, factor: float) -> "Trace":
         """Return the trace with prompt and output lengths multiplied by `factor`, rounded, at least one token each."""
         if factor == 1.0:
@@ -104,7 +117,7 @@ class Trace:
 
 
 def _scaled(lengths: NDArray[np.int32], factor: float) -> NDArray[np.int32]:
-    return np.maximum(np.rint(lengths * factor), 1).astype(np.int32)
+    return np.clip(np.rint(lengths * float(factor)), 1, _MAX_TOKENS).astype(np.int32)
 
 
 # --- synthetic lengths ---------------------------------------------------------------------------------------------
@@ -179,7 +192,7 @@ def load_trace(name: str | Path) -> Trace:
     path = Path(text)
     if trace_formats.is_other_format(text):
         header, rows = trace_formats.read_rows(path)
-        return _trace(header, enumerate(rows, 1), text)
+        return _trace(header, rows, text)
     if not os.path.isfile(path):
         if path.suffix or "/" in text:
             raise ConfigError(f"{text:.200}: no such file (--trace)")

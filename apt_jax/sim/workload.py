@@ -15,7 +15,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.sessions import BLOCK_TOKENS, Calls, SessionPrompts, check_shared
-from apt_jax.sim.trace import Trace, draw_arrivals, prompts_of, scale_arrivals
+from apt_jax.sim.trace import Trace, draw_arrivals, known_traces, prompts_of, scale_arrivals
 
 
 def _read_only_zeros(length: int) -> NDArray[np.int32]:
@@ -27,6 +27,7 @@ def _read_only_zeros(length: int) -> NDArray[np.int32]:
 _STOP_TOKEN = 1
 """Stop token that is never sampled; it marks requests that may end before `max_tokens`."""
 _NO_TEXT = _read_only_zeros(1 << 20)
+_NUM_SESSIONS = 20
 _FIRST_BEGIN_WITHIN_S = 60.0
 """The first `SimulationConfig.concurrent_sessions` begin at random within this time."""
 
@@ -57,12 +58,15 @@ class Workload:
         return default if self.slos is None else self.slos[index]
 
     def shared_tokens(self, config: SimulationConfig) -> NDArray[np.int64]:
-        """Return the number of tokens at the beginning of each call's prompt that its parent's prompt begins with too.
+        """Return the number of tokens at the beginning of each call's prompt that its parent's prompt begins with too,
+        or without a parent the prompts of other sessions.
 
         Only for a workload of sessions.
         """
         assert self.calls is not None
-        shared = np.ceil(self.calls.shared_blocks * self.block_tokens * config.scale_tokens).astype(np.int64)
+        common = self.calls.common_tokens // self.block_tokens
+        blocks = np.where(self.calls.parent >= 0, self.calls.shared_blocks, common)
+        shared = np.ceil(blocks * self.block_tokens * config.scale_tokens).astype(np.int64)
         return np.minimum(shared, self.prompt_tokens - 1)
 
     def share_with_gaps(self, more_than: int = 100) -> float:
@@ -81,13 +85,16 @@ def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -
     Raises:
         ConfigError: a request of a trace file can never fit and `drop_too_long` is false, or no request fits.
     """
+    if trace.calls is not None and trace.lines is not None:
+        block_tokens = config.hash_block_tokens or trace.block_tokens
+        check_shared(trace.calls, trace.prompt_tokens, trace.lines.tolist(), block_tokens, trace.name)
     trace = trace.scale_outputs(config.output_scale).scale_tokens(config.scale_tokens)
     limit = longest_request(hardware, config)
     total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
     fits = total <= limit
     if fits.all():
         return trace
-    if not (config.drop_too_long or trace.lines is None or not config.trace.endswith((".csv", ".gz"))):
+    if not (config.drop_too_long or trace.lines is None or config.trace in known_traces()):
         i = int(np.flatnonzero(~fits)[0])
         raise ConfigError(
             f"{trace.name} line {trace.lines[i]}: {trace.prompt_tokens[i]} prompt and {trace.output_tokens[i]} output "
@@ -117,6 +124,9 @@ def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
     """Draw the requests and arrivals of a run from a trace, with the run's seed."""
     if trace.calls is not None:
         return _sample_sessions(trace, trace.calls, config)
+    for name in ("num_sessions", "concurrent_sessions", "max_think_s"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"trace {trace.name} has no sessions; leave {name} out (--{name.replace('_', '-')})")
     rng = np.random.default_rng([config.seed, 0xA97])
     n = config.num_requests
     recorded = trace.arrival_s is not None and config.cv is None
@@ -151,9 +161,7 @@ def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
 def _sample_sessions(trace: Trace, calls: Calls, config: SimulationConfig) -> Workload:
     """Draw whole sessions, without replacement as long as the trace has enough; a session that is drawn again has other
     contents."""
-    block_tokens, n = config.hash_block_tokens or trace.block_tokens, config.num_sessions
-    if trace.lines is not None and config.scale_tokens == 1.0:
-        check_shared(calls, trace.prompt_tokens, trace.lines.tolist(), block_tokens, trace.name)
+    block_tokens, n = config.hash_block_tokens or trace.block_tokens, config.num_sessions or _NUM_SESSIONS
     rng = np.random.default_rng([config.seed, 0xA97])
     chosen = [rng.permutation(calls.num_sessions) for _ in range(-(-n // calls.num_sessions))]
     drawn, index = calls.take(np.concatenate(chosen)[:n].tolist())
@@ -162,6 +170,10 @@ def _sample_sessions(trace: Trace, calls: Calls, config: SimulationConfig) -> Wo
     starts = np.random.default_rng([config.seed, 0x7A1])
     begin_s = np.full(n, np.nan)
     if config.concurrent_sessions is not None:
+        if config.rate is not None or config.cv is not None:
+            raise ConfigError(
+                f"concurrent_sessions={config.concurrent_sessions}: sessions then begin when others end; leave out the rate and cv (--concurrent-sessions)"
+            )
         first = min(config.concurrent_sessions, n)
         begin_s[:first] = np.sort(starts.uniform(0.0, _FIRST_BEGIN_WITHIN_S, first))
     elif config.rate is not None:

@@ -34,6 +34,7 @@ from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulator import simulate
+from apt_jax.sim.sweep import end_with_parent
 from apt_jax.sim.trace import load_trace
 from apt_jax.sim.workload import drop_oversized, sample_workload
 
@@ -117,7 +118,9 @@ def measure_all(runs: list[Run], workers: int) -> list[dict[str, Any]]:
     found: dict[Run, dict[str, Any]] = {}
     context = multiprocessing.get_context("spawn")
     try:
-        with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        with concurrent.futures.ProcessPoolExecutor(
+            workers, context, initializer=end_with_parent, initargs=(os.getpid(),)
+        ) as pool:
             # The longest first, so that no core is left with one at the end.
             longest = sorted(runs, key=lambda run: -run.replicas)
             futures = {pool.submit(measure, run): run for run in longest}

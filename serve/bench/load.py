@@ -83,7 +83,7 @@ def trace_source(name: str, *, output_scale: float = 1.0, max_len: int | None = 
     Raises:
         ConfigError: the trace is unknown or malformed, or no request is left.
     """
-    trace = load_trace(name).scale_outputs(output_scale)
+    trace = load_trace(name).without_sessions("--trace").scale_outputs(output_scale)
     if max_len is not None:
         total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
         trace = trace.take(np.flatnonzero(total <= max_len))

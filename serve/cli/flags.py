@@ -7,6 +7,7 @@ request field (`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
 import argparse
 import dataclasses
 import decimal
+import os
 import re
 import shlex
 import sys
@@ -126,7 +127,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected argument {unknown[0]!r:.60}{self._place_of(unknown[0])}")
         model = getattr(parsed, "model", None)
         if isinstance(model, str) and _is_address(model) and "model" in self._places():
-            self.error(f"{model!r:.80} is the address of a server, not a model{self._place_of(model)}")
+            place = self._place_of(model) or "; give a model, and the address to listen at as --host and --port"
+            self.error(f"{model!r:.80} is the address of a server, not a model{place}")
         return parsed
 
     def _places(self) -> list[str]:
@@ -148,8 +150,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _is_address(text: str) -> bool:
-    """Return True for the address of a server: a URL or ``HOST:PORT``."""
-    return "://" in text or re.fullmatch(r"[\w.-]+:\d{2,5}", text) is not None
+    """Return True for the address of a server: a URL or ``HOST:PORT``, but no existing path."""
+    return "://" in text or (re.fullmatch(r"[\w.-]+:\d{2,5}", text) is not None and not os.path.exists(text))
 
 
 def _titles(groups: "Sequence[tuple[str, Sequence[argparse.Action]]]") -> str:

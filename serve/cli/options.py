@@ -370,9 +370,12 @@ def check_json(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: the path is a directory, or cannot be written.
     """
-    path = getattr(args, "json", None) or getattr(args, "save_json", None)
+    path = getattr(args, "json", None)
+    path = getattr(args, "save_json", None) if path is None else path
     if path in (None, "-"):
         return
+    if not path:
+        raise ConfigError("the name of the file is empty; leave it out to print to stdout (--json)")
     if os.path.isdir(path):
         raise ConfigError(f"{path}: is a directory; name a file (--json)")
     folder = os.path.dirname(os.path.abspath(path))

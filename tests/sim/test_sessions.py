@@ -15,10 +15,12 @@ from apt_jax.request import RequestMetrics
 from apt_jax.sim import catalog
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
-from apt_jax.sim.sessions import COLUMNS, Calls, SessionPrompts, alone_s
+from apt_jax.sim.sessions import COLUMNS, OPTIONAL_COLUMNS, Calls, SessionPrompts, alone_s, check_shared
 from apt_jax.sim.simulator import SimulationResult, simulate
+from apt_jax.sim.sweep import run_key
 from apt_jax.sim.trace import Trace, load_trace
 from apt_jax.sim.workload import Arrivals, drop_oversized, sample_workload
+from serve.bench.load import trace_source
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data" / "traces" / "agent_sessions.csv.gz"
 TWO = """\
@@ -166,9 +168,29 @@ def test_recorded_sessions_are_read_as_they_are(tmp_path):
     [
         (json.dumps(recorded("x"))[:-9], "not JSON .* may have been cut off"),
         (json.dumps(recorded("x", block_size=16)), "block_size=16 must be 64"),
-        (json.dumps(recorded("x", requests=[{"in": 3, "out": 1}])), "request 0: hash_ids=None is missing"),
-        (json.dumps(recorded("x", requests=7)), "requests=7 is missing or of the wrong type"),
-        ("[]", "block_size=None is missing"),
+        (json.dumps(recorded("x", requests=[{"in": 3, "out": 1}])), "request 0: hash_ids=None must be a list"),
+        (json.dumps(recorded("x", requests=7)), "requests=7 must be a list"),
+        ("[]", r"x.json: \[\] must be an object"),
+        ("{}", "block_size=None must be a whole number"),
+        (json.dumps(recorded("x", requests=[3])), "request 0: 3 must be an object"),
+        *(
+            (
+                json.dumps(recorded("x", requests=[{"in": 70, "out": 1, "hash_ids": [1], **wrong}])),
+                f"request 0: {name}=",
+            )
+            for name, values in {
+                "hash_ids": (["a"], [2**70], [None], [[1, 2]], [1.5], [True], "1", 5),
+                "in": (0, -1, 1.5, True, "5", 2**31, None),
+                "out": (-1, 2.0, "5"),
+                "t": ("x", [1], 10**400, True),
+                "think_time": ("x", 1e300, True, {}),
+                "api_time": ("x", [], True),
+                "input_types": (5, "text", [1], None),
+                "requests": (5, "x"),
+            }.items()
+            for value in values
+            for wrong in ({name: value},)
+        ),
     ],
 )
 def test_a_session_in_another_form_is_refused(tmp_path, text, message):
@@ -176,6 +198,17 @@ def test_a_session_in_another_form_is_refused(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_trace(file)
+
+
+def test_subagents_of_subagents_have_a_bound(tmp_path):
+    requests: list[object] = [{"in": 3, "out": 1, "hash_ids": [1]}]
+    for _ in range(8):
+        requests = [{"requests": requests}]
+    (tmp_path / "x.json").write_text(json.dumps(recorded("x", requests=requests)))
+    assert load_trace(tmp_path / "x.json").num_requests == 1
+    (tmp_path / "x.json").write_text(json.dumps(recorded("x", requests=[{"requests": requests}])))
+    with pytest.raises(ConfigError, match="nested more than 8 deep"):
+        load_trace(tmp_path / "x.json")
 
 
 def test_mooncakes_lines_are_read_as_they_are(tmp_path):
@@ -188,7 +221,7 @@ def test_mooncakes_lines_are_read_as_they_are(tmp_path):
     assert trace.hash_ids is not None
     assert [ids.tolist() for ids in trace.hash_ids] == [[5, 6], [5]]
     file.write_text(file.read_text() + '{"timestamp": 1}\n')
-    with pytest.raises(ConfigError, match="line 4: hash_ids=None is missing"):
+    with pytest.raises(ConfigError, match="line 4: hash_ids=None must be a list"):
         load_trace(file)
 
 
@@ -353,7 +386,7 @@ def test_a_session_alone_has_no_slowdown(path):
     for budget in (2048, 300):
         result = simulate(dataclasses.replace(config, max_num_batched_tokens=budget))
         alone = alone_s(
-            workload.calls, workload.prompt_tokens, workload.output_tokens, workload.shared_tokens(config), costs, budget
+            workload.prompt_tokens, workload.output_tokens, workload.shared_tokens(config), costs, budget
         )  # fmt: skip
         arrival_s, end_s = arrivals_and_ends(result)
         assert (end_s - arrival_s).tolist() == pytest.approx(alone.tolist(), rel=1e-6)
@@ -414,9 +447,10 @@ def test_generated_workloads_have_the_means_of_the_catalog(name, prompt, output,
 def test_every_generated_trace_can_be_simulated():
     for name in catalog.NAMES:
         config = SimulationConfig(
-            trace=name, rate=1.0, num_requests=20, num_sessions=2, scale_tokens=1 / 256, drop_too_long=True,
-            max_think_s=5.0, policy="fcfs", cache="kv",
+            trace=name, rate=1.0, num_requests=20, scale_tokens=1 / 256, policy="fcfs", cache="kv"
         )  # fmt: skip
+        if name in catalog.OF_SESSIONS:
+            config = dataclasses.replace(config, num_sessions=2, max_think_s=5.0)
         result = simulate(config, debug=True)
         assert result.summary.num_completed == result.summary.num_sent > 0
         assert (result.prefix_hit_fraction > 0) == (
@@ -424,6 +458,81 @@ def test_every_generated_trace_can_be_simulated():
         )  # a short system prompt shrinks to one token
 
 
+@pytest.mark.parametrize("name", catalog.OF_SESSIONS)
+def test_every_session_of_a_generated_trace_can_be_drawn(name):
+    trace = load_trace(name)
+    calls = trace.calls
+    assert calls is not None
+    assert np.unique(calls.session).tolist() == list(range(calls.num_sessions))
+    index = np.arange(trace.num_requests)
+    assert (calls.follows < index).all()
+    assert (calls.parent < index).all()
+    assert (calls.session[calls.follows] == calls.session)[calls.follows >= 0].all()
+    check_shared(calls, trace.prompt_tokens, index.tolist(), trace.block_tokens, name)
+    for num_sessions in (calls.num_sessions + 5, 7):  # all of them, some twice; and a few
+        config = SimulationConfig(trace=name, rate=1.0, num_sessions=num_sessions, enable_prefix_caching=False)
+        arrivals, now_s, num = Arrivals(sample_workload(trace, config), config), 0.0, 0
+        while arrivals.next_s < np.inf:
+            now_s, num = max(now_s, arrivals.next_s), num + 1
+            arrivals.ended(int(arrivals.take().request_id), now_s)
+        assert num == arrivals.num_requests
+
+
+def test_other_commands_refuse_sessions(path):
+    with pytest.raises(ConfigError, match=r"is a trace of sessions, which apt-jax simulate runs.*\(--trace\)"):
+        trace_source(str(path))
+    with pytest.raises(ConfigError, match="is a trace of sessions"):
+        trace_source("agents")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"concurrent_sessions": 2}, "leave out the rate and cv"),
+        ({"concurrent_sessions": 2, "rate": None, "cv": 2.0}, "leave out the rate and cv"),
+        ({"trace": "sharegpt", "num_sessions": 3}, "trace sharegpt has no sessions; leave num_sessions out"),
+        ({"trace": "sharegpt", "num_sessions": None, "max_think_s": 3.0}, r"leave max_think_s out \(--max-think-s\)"),
+        ({"trace": "sharegpt", "num_sessions": None, "concurrent_sessions": 3}, "leave concurrent_sessions out"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(dataclasses.replace(CONFIG, **{"trace": str(path), **changes}))
+
+
+def test_shared_blocks_are_checked_whatever_the_scale(path):
+    path.write_text(TWO.replace("a,4,,1,4,310", "a,4,,1,5,250"))
+    for scale in (1.0, 0.999, 1 / 64):
+        with pytest.raises(ConfigError, match="shared_blocks=5 blocks of 64 tokens are more than 250 tokens"):
+            simulate(dataclasses.replace(CONFIG, trace=str(path), scale_tokens=scale))
+
+
+def test_lengths_do_not_overflow(path):
+    path.write_text(TWO.replace("a,0,,-1,0,200,5", "a,0,,-1,0,5000000,5"))
+    with pytest.raises(ConfigError, match="line 2: 10000000 prompt and 5000 output tokens can never fit"):
+        simulate(dataclasses.replace(CONFIG, trace=str(path), scale_tokens=1000.0))
+
+
+def test_the_system_prompt_and_max_tokens_count_in_the_time_alone():
+    config = SimulationConfig(
+        trace="interactive-chat", rate=1e-3, num_sessions=3, scale_tokens=1 / 4, policy="fcfs", cache="kv",
+        hidden_attention="reproject", max_tokens=3,
+    )  # fmt: skip
+    result = simulate(config)
+    assert result.sessions is not None
+    assert result.sessions.slowdown_mean == pytest.approx(1.0, abs=0.1)  # the first finds no system prompt
+    assert result.sessions.slowdown.p50 == pytest.approx(1.0, abs=1e-3)
+
+
+def test_stored_runs_of_a_directory_depend_on_its_files(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(recorded("a")))
+    config = dataclasses.replace(CONFIG, trace=str(tmp_path))
+    before = run_key(config)
+    (tmp_path / "b.json").write_text(json.dumps(recorded("b")))
+    assert run_key(config) != before
+    assert json.dumps(simulate(dataclasses.replace(config, num_sessions=np.int64(2))).as_dict())  # pyright: ignore
+
+
 def test_columns_are_documented():
     page = (Path(__file__).parents[2] / "docs" / "lab" / "sessions.md").read_text()
-    assert all(f"`{column}`" in page for column in COLUMNS)
+    assert all(f"`{column}`" in page for column in (*COLUMNS, *OPTIONAL_COLUMNS))

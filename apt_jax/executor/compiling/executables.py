@@ -53,7 +53,7 @@ _NAMES_OF_JAX = frozenset({
 """Names from JAX that an entry may use: descriptions of arguments, tree registries, and functions that make
 shardings."""
 _NAMES_OF_NUMPY = frozenset({"dtype", "ndarray", "_reconstruct"})
-_NAMES_OF_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"})
+_NAMES_OF_DTYPES = frozenset({"bfloat16"})
 """Names from ml_dtypes, which defines the dtypes that NumPy lacks."""
 _TREES = ("apt_jax.models.", "apt_jax.ops.")
 """Prefixes of the names of modules that define this package's trees of arrays."""

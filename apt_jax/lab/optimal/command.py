@@ -185,7 +185,7 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
         what = "is a directory; give a CSV file in it" if os.path.isdir(args.requests) else "no such file"
         raise ConfigError(f"{args.requests}: {what} (--requests)")
     try:
-        trace = load_trace(args.requests)
+        trace = load_trace(args.requests).without_sessions("--requests")
     except ConfigError as error:
         raise ConfigError(str(error).replace("(--trace)", "(--requests)")) from None
     hardware = load_hardware(args.model, args.hardware)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import percentile
+from apt_jax.sim.catalog import OF_SESSIONS
 from apt_jax.sim.trace import known_traces
 from serve.bench import load, report
 from serve.bench.backends import Backend, Target
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_access_arguments(group)
     group.add_argument("--timeout", type=positive(float), default=600.0, metavar="S", help="seconds after which a request counts as failed")
     group = parser.add_argument_group("workload (one of trace, random lengths, prompts)")
-    group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())} (default: sharegpt, unless lengths or prompts are given)")
+    group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(name for name in known_traces() if name not in OF_SESSIONS)} (default: sharegpt, unless lengths or prompts are given)")
     group.add_argument("--random-input-len", type=positive(int), metavar="TOKENS", help="length of every prompt")
     group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS", help="length of every output; with --prompts, for lines without output_tokens (default: 128)")
     group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens and class")

@@ -143,6 +143,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         require_matplotlib("--png")
 
 
+def _unit(trace: str) -> str:
+    """Return the unit of rates of a trace."""
+    return "requests/s" if load_trace(trace).calls is None else "sessions/s"
+
+
 def _terminate(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
@@ -301,7 +306,8 @@ def _report_rates(
 ) -> int:
     console = Console(highlight=False, emoji=False)
     console.print(simulated, markup=False, soft_wrap=True)
-    rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} requests/s") for p, r in zip(policies, rates, strict=True)]
+    unit = _unit(args.trace)
+    rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} {unit}") for p, r in zip(policies, rates, strict=True)]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
     slo = config_of(args).slo
     objective_s = slo.ttft_s if math.isfinite(slo.ttft_s) else slo.e2e_s
@@ -333,9 +339,9 @@ def _report_sweep(
     policies = list(dict.fromkeys(config.policy for config in grid))
     console = Console(highlight=False, emoji=False)
     console.print(simulated, markup=False, soft_wrap=True)
-    _print_rates(console, "SLO attainment (%)", policies, rates, cells)
+    _print_rates(console, "SLO attainment (%)", _unit(args.trace), policies, rates, cells)
     if strict:
-        _print_rates(console, "SLO attainment, every gap in time (%)", policies, rates, strict)
+        _print_rates(console, "SLO attainment, every gap in time (%)", _unit(args.trace), policies, rates, strict)
     for policy in policies:
         ours = [r for c, r in zip(grid, runs, strict=True) if c.policy == policy]
         left = sum(r.get("fallback_iterations", 0) for r in ours)
@@ -348,7 +354,7 @@ def _report_sweep(
     if left_out:
         console.print(f"{LEFT_OUT}: {left_out:,}", markup=False)
     if args.png:
-        _plot(args.png, simulated, policies, rates, cells)
+        _plot(args.png, simulated, _unit(args.trace), policies, rates, cells)
     write_json(args.json, {"runs": list(runs)})
     return 0
 
@@ -356,13 +362,14 @@ def _report_sweep(
 def _print_rates(
     console: Console,
     title: str,
+    unit: str,
     policies: Sequence[str],
     rates: Sequence[float | None],
     cells: dict[tuple[str, float | None], list[float]],
 ) -> None:
     """Print a table of means and standard deviations over seeds, with a row per policy and a column per rate."""
     table = Table(box=None)
-    table.add_column("requests/s")
+    table.add_column(unit)
     for rate in rates:
         table.add_column("as recorded" if rate is None else f"{rate:g}", justify="right")
     for policy in policies:
@@ -379,6 +386,7 @@ def _print_rates(
 def _plot(
     path: str,
     title: str,
+    unit: str,
     policies: Sequence[str],
     rates: Sequence[float | None],
     cells: dict[tuple[str, float | None], list[float]],
@@ -398,7 +406,7 @@ def _plot(
             label=policy,
             capsize=2,
         )
-    axes.set(xlabel="request rate (requests/s)", ylabel="SLO attainment (%)", ylim=(0, 102))
+    axes.set(xlabel=f"rate ({unit})", ylabel="SLO attainment (%)", ylim=(0, 102))
     axes.set_title(title, fontsize="small", wrap=True)
     axes.legend()
     axes.grid(alpha=0.3)
