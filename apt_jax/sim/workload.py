@@ -27,7 +27,8 @@ def _read_only_zeros(length: int) -> NDArray[np.int32]:
 _STOP_TOKEN = 1
 """Stop token that is never sampled; it marks requests that may end before `max_tokens`."""
 _NO_TEXT = _read_only_zeros(1 << 20)
-_NUM_SESSIONS = 20
+NUM_SESSIONS = 20
+"""Default of `SimulationConfig.num_sessions`."""
 _FIRST_BEGIN_WITHIN_S = 60.0
 """The first `SimulationConfig.concurrent_sessions` begin at random within this time."""
 
@@ -161,7 +162,7 @@ def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
 def _sample_sessions(trace: Trace, calls: Calls, config: SimulationConfig) -> Workload:
     """Draw whole sessions, without replacement as long as the trace has enough; a session that is drawn again has other
     contents."""
-    block_tokens, n = config.hash_block_tokens or trace.block_tokens, config.num_sessions or _NUM_SESSIONS
+    block_tokens, n = config.hash_block_tokens or trace.block_tokens, config.num_sessions or NUM_SESSIONS
     rng = np.random.default_rng([config.seed, 0xA97])
     chosen = [rng.permutation(calls.num_sessions) for _ in range(-(-n // calls.num_sessions))]
     drawn, index = calls.take(np.concatenate(chosen)[:n].tolist())

@@ -31,6 +31,7 @@ from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
 from apt_jax.sim.trace import known_traces, load_trace
+from apt_jax.sim.workload import NUM_SESSIONS
 from serve.cli import flags, options
 from serve.cli.output import objectives, print_table, say_on_stderr, write_json
 from serve.errors import CommandError, require_matplotlib
@@ -231,7 +232,11 @@ def _hint(config: SimulationConfig, policies: Sequence[str]) -> None:
 def _simulated(config: SimulationConfig, num_seeds: int = 1) -> str:
     """Return the title of tables: what is simulated, apart from policies and rates."""
     of_sessions = load_trace(config.trace).calls is not None
-    num = counted(config.num_sessions, "session") if of_sessions else counted(config.num_requests, "request")
+    num = (
+        counted(config.num_sessions or NUM_SESSIONS, "session")
+        if of_sessions
+        else counted(config.num_requests, "request")
+    )
     devices = f" x{config.num_devices}" if (config.num_devices or 1) > 1 else ""
     parts = [
         f"{config.model} on {config.hardware}{devices}",
