@@ -4,6 +4,7 @@ import atexit
 import datetime
 import functools
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -49,6 +50,16 @@ def _load_hypothesis_profile() -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Generator[None]:
+    """Restore the levels of logs, which commands that run in the test's process set."""
+    loggers = [logging.getLogger(name) for name in ("apt_jax", "serve")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
