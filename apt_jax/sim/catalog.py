@@ -2,15 +2,14 @@
 
 `agents` has the distributions of 360 recorded sessions of coding agents (24,108 calls; kv-cache-tester by Callan Fox,
 Apache-2.0): for each quantity the quantiles of the recorded values, between which values are interpolated. Kinds of
-input and of answer follow each other with the recorded probabilities. tests/sim/test_sessions.py
-compares both.
+input and of answer follow each other with the recorded probabilities. tests/sim/test_sessions.py compares both.
 
 The other seven follow the catalog of kubernetes-sigs/inference-perf (Apache-2.0), which gives mean, deviation, bounds
 and family of each distribution. All sessions share the system prompt. Draws beyond a bound are set to it, so means differ
 from the catalog's: little but for code-generation, whose sessions also end at 900,000 tokens (62 calls where the catalog
-has 540). Where it says "bimodal", nearly all values are near the lower bound and the others
-near the upper one, such that the mean is the catalog's. For agentic-trace-replay it gives means of recorded traces; its
-sessions are those of `agents` with these means.
+has 540). Where it says "bimodal", nearly all values are near the lower bound and the others near the upper one, such
+that the mean is the catalog's. For agentic-trace-replay it gives means of recorded traces; its sessions are those of
+`agents` with these means.
 """
 
 import bisect

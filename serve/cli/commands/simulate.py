@@ -144,9 +144,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         require_matplotlib("--png")
 
 
-def _unit(trace: str) -> str:
+def _unit(of_sessions: bool) -> str:
     """Return the unit of rates of a trace."""
-    return "requests/s" if load_trace(trace).calls is None else "sessions/s"
+    return "sessions/s" if of_sessions else "requests/s"
 
 
 def _terminate(number: int, _: object) -> None:
@@ -197,7 +197,8 @@ def _run(args: argparse.Namespace) -> int:
             configs = [dataclasses.replace(base, policy=policy) for policy in policies]
             if args.find_rate is not None:
                 rates = find_rates(configs, target=args.find_rate, seeds=seeds, **kept)
-                return _report_rates(args, _simulated(base, num_seeds), policies, rates)
+                of_sessions = load_trace(base.trace).calls is not None
+                return _report_rates(args, _simulated(base, of_sessions, num_seeds), of_sessions, policies, rates)
             grid = [
                 dataclasses.replace(config, rate=rate, seed=seed)
                 for config in configs
@@ -211,7 +212,7 @@ def _run(args: argparse.Namespace) -> int:
         _report_one(base, values)
         write_json(args.json, values)
         return 0
-    return _report_sweep(args, _simulated(base, num_seeds), grid, runs)
+    return _report_sweep(args, _simulated(base, "sessions" in runs[0], num_seeds), grid, runs)
 
 
 def _hint(config: SimulationConfig, policies: Sequence[str]) -> None:
@@ -229,9 +230,8 @@ def _hint(config: SimulationConfig, policies: Sequence[str]) -> None:
             )
 
 
-def _simulated(config: SimulationConfig, num_seeds: int = 1) -> str:
+def _simulated(config: SimulationConfig, of_sessions: bool, num_seeds: int = 1) -> str:
     """Return the title of tables: what is simulated, apart from policies and rates."""
-    of_sessions = load_trace(config.trace).calls is not None
     num = (
         counted(config.num_sessions or NUM_SESSIONS, "session")
         if of_sessions
@@ -259,7 +259,7 @@ def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
     bound, strict = values["slo_attainment_bound"], values["strict_attainment_bound"]
     has_e2e = math.isfinite(config.slo.e2e_s)
     print_table(
-        f"{config.policy}: {_simulated(config)}",
+        f"{config.policy}: {_simulated(config, 'sessions' in values)}",
         [
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
             *([("upper bound for any policy (%)", f"{100 * bound:.1f}")] if bound is not None and bound < 1 else []),
@@ -307,18 +307,18 @@ def _of_sessions(values: dict[str, Any], span: Callable[..., str]) -> list[tuple
 
 
 def _report_rates(
-    args: argparse.Namespace, simulated: str, policies: Sequence[str], rates: Sequence[EffectiveRate]
+    args: argparse.Namespace, simulated: str, of_sessions: bool, policies: Sequence[str], rates: Sequence[EffectiveRate]
 ) -> int:
     console = Console(highlight=False, emoji=False)
     console.print(simulated, markup=False, soft_wrap=True)
-    unit = _unit(args.trace)
+    unit = _unit(of_sessions)
     rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} {unit}") for p, r in zip(policies, rates, strict=True)]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
     slo = config_of(args).slo
     objective_s = slo.ttft_s if math.isfinite(slo.ttft_s) else slo.e2e_s
     for policy, rate in zip(policies, rates, strict=True):
         lasts_s = args.num_requests / rate.mean if rate.mean else math.inf
-        if load_trace(args.trace).calls is None and lasts_s < BURST_TTFTS * objective_s:
+        if not of_sessions and lasts_s < BURST_TTFTS * objective_s:
             console.print(
                 f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, in a single burst; raise --num-requests to find a rate that can be sustained",
                 markup=False,
@@ -344,9 +344,10 @@ def _report_sweep(
     policies = list(dict.fromkeys(config.policy for config in grid))
     console = Console(highlight=False, emoji=False)
     console.print(simulated, markup=False, soft_wrap=True)
-    _print_rates(console, "SLO attainment (%)", _unit(args.trace), policies, rates, cells)
+    unit = _unit("sessions" in runs[0])
+    _print_rates(console, "SLO attainment (%)", unit, policies, rates, cells)
     if strict:
-        _print_rates(console, "SLO attainment, every gap in time (%)", _unit(args.trace), policies, rates, strict)
+        _print_rates(console, "SLO attainment, every gap in time (%)", unit, policies, rates, strict)
     for policy in policies:
         ours = [r for c, r in zip(grid, runs, strict=True) if c.policy == policy]
         left = sum(r.get("fallback_iterations", 0) for r in ours)
@@ -359,7 +360,7 @@ def _report_sweep(
     if left_out:
         console.print(f"{LEFT_OUT}: {left_out:,}", markup=False)
     if args.png:
-        _plot(args.png, simulated, _unit(args.trace), policies, rates, cells)
+        _plot(args.png, simulated, unit, policies, rates, cells)
     write_json(args.json, {"runs": list(runs)})
     return 0
 
