@@ -61,6 +61,20 @@ def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered, size):
     assert stats.saved_bytes == round(blocks * host.block_bytes)
 
 
+@pytest.mark.parametrize("offered", [(True, False), (False, True)])
+def test_slots_whose_copies_are_lost_are_computed_again(offered):
+    """Every copy in host memory differs from what was saved."""
+    served = shared(24 if offered[KV] else 12, offered=offered, lost=lambda: True)
+    batch = add(served, 40, 8, best_effort=True, seed=1)
+    for _ in range(4):
+        served.step()
+    chat = add(served, 9, 20, best_effort=False, seed=2)
+    served.drain()
+    served.assert_as_expected()
+    assert served.ended[chat] == served.ended[batch] == "length"
+    assert served.executor.host.num_saved_slots > served.executor.host.num_loaded_slots == 0
+
+
 def everyone(view: SchedulerView) -> Plan:
     """Plan all requests with all that they lack, whether there are blocks or not."""
     rows = np.concatenate([view.running, view.waiting])
