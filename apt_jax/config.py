@@ -21,6 +21,9 @@ CacheMode = Literal["kv", "hidden", "hybrid"]
 HiddenAttention = Literal["auto", "reproject", "absorb"]
 """Algorithm of attention over a hidden cache; `auto` uses `absorb` if it is exact for the model."""
 
+SessionOrder = Literal["arrival", "program-fcfs", "plas", "hrrn"]
+"""Order of requests for policies that take them by arrival (`SchedulerConfig.session_order`)."""
+
 DType = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 DEFAULT_MAX_SEQUENCES = 128
 DEFAULT_MAX_STOP_STRINGS = 16
@@ -91,6 +94,10 @@ class CacheConfig:
     share_prefixes: bool = option(False, is_setting=True)
     """Share cached prefixes between API keys too. The time to first token then reveals whether another key has sent a
     prompt with the same prefix (docs/design/prefix_caching.md)."""
+    retention: str = option("lru", metavar="POLICY")
+    """Which cached prefixes stay when blocks are needed: lru (least recently used first), knapsack (by session, the
+    saved prefill and the chance of a next call), ttl, cache-ttl or progress-ttl, with options as in ``ttl?ttl_s=30``
+    (docs/sessions.md)."""
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
     """Host memory for cached blocks that leave the device, in GiB; the cache of preempted requests and of prefixes is
     copied back from it instead of being recomputed (docs/design/host_tier.md; default: 0, none)."""
@@ -110,6 +117,10 @@ class CacheConfig:
             not self.swap_space or self.enable_prefix_caching,
             f"swap_space={self.swap_space:g} keeps cached prefixes; leave out --no-enable-prefix-caching or --swap-space",
         )
+        _require(
+            self.retention == "lru" or self.enable_prefix_caching,
+            f"retention={self.retention!r:.40} keeps cached prefixes; leave out --no-enable-prefix-caching or --retention",
+        )
         _require(self.prefix_cache_dir != "", "prefix_cache_dir must not be empty (--prefix-cache-dir)")
         _require(
             self.prefix_cache_dir is None or self.swap_space > 0,
@@ -125,6 +136,9 @@ class SchedulerConfig:
     policy: str = option("apt-plus", flag="--scheduling-policy", keyword="scheduling_policy", metavar="POLICY")
     """Scheduling policy: a name from `apt_jax.sched.all_policies`, an installed policy, or ``package.module:Class``.
     Options follow as in ``apt?violation_decay=0.4`` (docs/policies.md)."""
+    session_order: SessionOrder = option("arrival", is_setting=True)
+    """Order of requests for policies that take them by arrival: arrival, program-fcfs (by the arrival of the first call
+    of their session) or plas (by the tokens computed for their session, least first; Autellix, arXiv 2502.13965)."""
     max_num_seqs: int = option(64, metavar="REQUESTS", low=1, high=4096)
     """Maximum number of requests in one step, and of requests that hold cache at the same time."""
     max_num_batched_tokens: int = option(512, metavar="TOKENS")

@@ -237,6 +237,14 @@ class EngineRequest:
     """Tenant, derived from the API key and never from the request. Tenants have separate ids and separate shares of the
     queue, and share cached prefixes only with `CacheConfig.share_prefixes`."""
 
+    session_id: str | None = None
+    """Session that the call belongs to, as its client names it; sessions never cross tenants. None: the session whose
+    cached prefix the prompt continues, if any (`apt_jax.engine.sessions`)."""
+    retain_s: float | None = None
+    """Seconds for which the client expects its next call of the session to find the cache; advice."""
+    work: Literal["", "tool", "person"] = ""
+    """Kind of work that the answer asks for before the session's next call, if it is known beforehand."""
+
     @property
     def has_token_rules(self) -> bool:
         """True if `allowed_token_ids` or bad words mask tokens, independently of `grammar`."""

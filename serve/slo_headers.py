@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from apt_jax.errors import InvalidRequestError, json_kind
+from apt_jax.validation import MAX_SESSION_ID_CHARS
 
 # The first name that is present wins.
 TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -21,6 +22,8 @@ TIER_OF_CLASS = {"rt": "priority", "be": "flex"}
 """Service tier that selects each SLO class."""
 USED_TIERS = ("default", "flex", "priority")
 """Service tiers that responses may name."""
+SESSION_KEYS = ("x-session-id", "x-claude-code-session-id", "session-id", "session_id")
+"""Headers with the session of the call."""
 DECIMAL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,12})?"
 """Pattern of header values in milliseconds."""
 _DECIMAL = re.compile(DECIMAL_PATTERN)
@@ -47,6 +50,20 @@ def milliseconds(headers: Headers, keys: Iterable[str]) -> float | None:
         if not _DECIMAL.fullmatch(text.strip()):
             raise InvalidRequestError(key, f"{text[:40]!r} is not a number of milliseconds such as 250 or 12.5")
         return float(text)
+    return None
+
+
+def session_id(headers: Headers) -> str | None:
+    """Return the session that the headers name; None: they name none, or no valid one.
+
+    The headers come from clients that do not know this server, so one that is too long or not text is ignored.
+    """
+    for key in SESSION_KEYS:
+        value = headers.get(key)
+        if value is not None:
+            text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
+            text = text.strip()
+            return text if 1 <= len(text) <= MAX_SESSION_ID_CHARS and text.isprintable() else None
     return None
 
 

@@ -6,6 +6,7 @@ valid contents is registered in the `PrefixTree`, where later requests with the 
     free ── reserve ──► held by one ── register ──► registered, held by n ── last release ──► idle ── attach ──► held
       ▲                      │ release                                                         │
       └──────────────────────┴──────────── evict: least recently used first, leaf first ◄──────┘
+                                           or by session (`apt_jax.cache.session_groups`)
 
 * Idle groups count as free: empty blocks are handed out first, then idle groups are evicted.
 * A request that holds a registered group also holds all groups before it in the prefix. A new group whose tokens are
@@ -30,7 +31,9 @@ from apt_jax.cache.host_tier import HostTier
 from apt_jax.cache.placement import Placement
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node, PrefixTree
+from apt_jax.cache.session_groups import SessionGroups
 from apt_jax.core.step import NULL_BLOCK
+from apt_jax.sched.retention.sessions import NOBODY
 
 _WRITTEN_AT_ONCE = 8
 """Number of groups written to disk between two checks of the time limit."""
@@ -63,6 +66,8 @@ class GroupPool:
         num_private: for each slot, the number of groups that only this slot holds.
         ownership_changed: True: `num_private` of a slot has changed for a reason other than the slot's own allocations.
         in_use: number of groups with a holder, by kind.
+        sessions: idle groups by session; None: they are evicted least recently used first.
+        is_kept: True: the idle group is kept for a waiting request, and counts as held in `PrefixHitTracker`.
         placement: is notified of new groups; None: each group is filled from the left by one request at a time.
         num_idle_blocks: number of blocks of idle groups.
     """
@@ -84,7 +89,39 @@ class GroupPool:
         self.ownership_changed = False
         self.in_use = [0] * len(self.blocks_per_group)
         self.num_idle_blocks = 0
+        self.sessions: SessionGroups | None = None
+        self.is_kept = np.zeros(num_blocks + 1, np.bool_)
         self.placement: Placement | None = None
+
+    def use_sessions(self, sessions: SessionGroups) -> None:
+        """Evict idle groups in the order of sessions; no group may be idle."""
+        self.sessions = self.prefixes.idle = sessions
+        if self.tier is not None and sessions.is_ranked:
+            self.tier.sessions = sessions
+
+    def keep(self, session: int, *, is_kept: bool) -> None:
+        """Set whether the idle groups of a session count as held for the waiting requests that would use them."""
+        assert self.sessions is not None
+        firsts = self.sessions.of(session)
+        self.is_kept[firsts] = is_kept
+        if self.tracker is not None:
+            same = set(firsts)
+            for node in map(self.prefixes.node_of.get, firsts):
+                if node is not None and node.num_below and node.parent is not None and node.parent.block not in same:
+                    self.tracker.used(node)
+
+    def end_session(self, session: int) -> None:
+        """Free the idle groups of a session that no other session's prefix needs, also in host memory."""
+        assert self.sessions is not None
+        for first in self.sessions.of(session):
+            node = self.prefixes.node_of.get(first)
+            if node is None:
+                self._discard(first)
+            elif not node.children:
+                self.drop(node)
+        for node in self.sessions.in_host(session):
+            if not node.children and self.prefixes.find(node.kind, node.digest) is node:
+                self.drop(node)
 
     # --- allocation ------------------------------------------------------------------------------------------------
 
@@ -100,7 +137,7 @@ class GroupPool:
             if num > self.num_free:
                 return None
             while self.pool.num_free < num:
-                self._evict(next(iter(self.prefixes.idle)))
+                self._evict(self.prefixes.idle.victim())
         return self.pool.allocate(num)
 
     def hold_new(
@@ -117,7 +154,9 @@ class GroupPool:
         if self.placement is not None:
             self.placement.note_new(firsts, slots)
 
-    def release(self, ids: NDArray[np.int32], slot: int, kind: int, *, is_read: bool = False) -> None:
+    def release(
+        self, ids: NDArray[np.int32], slot: int, kind: int, session: int = NOBODY, *, is_read: bool = False
+    ) -> None:
         """Drop a slot's references; groups without another holder become idle if registered or expected, and are freed
         otherwise.
 
@@ -125,6 +164,7 @@ class GroupPool:
             ids: (halves, groups) blocks of all groups that the slot holds; the caller updates `num_private`.
             slot: slot that held the groups.
             kind: cache kind of the groups.
+            session: session that idle groups belong to from now on.
             is_read: True: the step being built reads the groups, so their loads are kept.
         """
         firsts = ids[0]
@@ -141,7 +181,7 @@ class GroupPool:
         idle = firsts[kept].tolist()
         self.num_idle_blocks += len(idle) * self.blocks_per_group[kind]
         for first in reversed(idle):  # later groups of a prefix are evicted first
-            self.prefixes.idle[first] = None
+            self.prefixes.idle.add(first, kind, session)
         if self.tier is not None and self.tier.loads:
             if is_read:
                 self._keep_loads(firsts.tolist())
@@ -184,7 +224,7 @@ class GroupPool:
         if ids is None:
             if present:
                 firsts = np.array([node.block for node in present], np.int32)
-                self.release(np.stack([firsts, self.second[firsts]])[:halves], slot, kind)
+                self.release(np.stack([firsts, self.second[firsts]])[:halves], slot, kind, missing[0].session)
                 self.num_private[slot] = 0
             return None
         blocks = ids.reshape(halves, num)
@@ -218,6 +258,8 @@ class GroupPool:
     def _leave_device(self, node: Node) -> None:
         """Free the device blocks of an idle group that is also in host memory."""
         first = node.block
+        if self.sessions is not None and first in self.sessions:
+            node.session = self.sessions.session_of(first)
         self.prefixes.displace(node)
         self._discard(first)
         if self.tier is not None:
@@ -237,6 +279,8 @@ class GroupPool:
         idle = np.flatnonzero(before == 0)
         for first in firsts[idle].tolist():
             del self.prefixes.idle[first]
+        if self.sessions is not None:
+            self.is_kept[firsts] = False
         self.num_idle_blocks -= idle.size * self.blocks_per_group[kind]
         self.in_use[kind] += idle.size
         self.num_refs[firsts] += 1
@@ -388,6 +432,7 @@ class GroupPool:
         require(self.num_refs[old[0]] == 1, "a group that others hold is registered again")
         if refs == 0:
             del self.prefixes.idle[node.block]
+            self.is_kept[node.block] = False
             self.num_idle_blocks -= self.blocks_per_group[kind]
         else:
             self.num_private[slot] -= 1
@@ -494,7 +539,7 @@ class GroupPool:
         """Free a group if it is idle and not registered."""
         if first in self.prefixes.idle and not self.prefixes.is_registered[first]:
             del self.prefixes.idle[first]
-            self.is_expected[first] = False
+            self.is_expected[first] = self.is_kept[first] = False
             second = int(self.second[first])
             ids = np.array([first] if second == NULL_BLOCK else [first, second], np.int32)
             self.num_idle_blocks -= ids.size

@@ -17,6 +17,7 @@ If host memory is full, groups are dropped one at a time, in this order:
 
 1. copies of groups that are also on the device;
 2. groups that no waiting request would use, least recently used first, later groups of a prefix before earlier groups;
+   with a retention policy, groups of the session with the lowest value, unless the new group's session has less;
 3. only to make space for a group that a waiting request would use: groups of waiting best-effort requests, then groups
    of waiting real-time requests; within each class, groups of the request with the most time left first.
 """
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import BlockPool, require
 from apt_jax.cache.prefix_tree import Node, PrefixTree
+from apt_jax.cache.session_groups import SessionGroups
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.core.tiers import DiskStore
 
@@ -60,6 +62,7 @@ class HostTier:
         loads: device blocks of the groups that the step loads.
         kept: groups in `loads` that the step reads although no request holds them.
         disk: store for groups dropped from host memory; None: dropped groups are lost.
+        sessions: groups by session, which decide what is dropped; None: the least recently used is.
         num_saved_blocks, num_loaded_blocks: number of blocks moved in all steps so far.
         num_lent: number of blocks lent for checkpointed slots of requests (`LentBlocks`).
     """
@@ -75,6 +78,7 @@ class HostTier:
         self.num_saved_blocks = self.num_loaded_blocks = 0
         self.num_lent = 0
         self.disk: DiskStore | None = None
+        self.sessions: SessionGroups | None = None
         self._blocks_per_group = tuple(blocks_per_group)
         self._copied: list[tuple[int, int]] = []
 
@@ -116,6 +120,10 @@ class HostTier:
             there.pop(node, None)
             here[node] = None
             here.move_to_end(node)
+            if self.sessions is not None:
+                self.sessions.comes_back(node)
+                if here is self.only:
+                    self.sessions.leaves(node, node.session)
 
     def forget(self, node: Node) -> None:
         """Free a group's blocks of host memory, if it has any."""
@@ -127,13 +135,19 @@ class HostTier:
             self.saves.pop(node, None)
             self.loads.pop(node, None)
             self.pinned.discard(node)
+            if self.sessions is not None:
+                self.sessions.comes_back(node)
 
     def victim(self, node: Node, waiting: _Waiting | None) -> Node | None:
         """Return the group to drop from host memory to make space for `node`; None: no group may be dropped for it."""
         for copy in self.copies:
             if copy not in self.pinned and copy not in self.saves:
                 return copy
-        for _ in range(min(len(self.only), _LOOKED_AT)):
+        if self.sessions is not None:
+            found = self.sessions.to_drop(node, self._may_drop)
+            if found is not None:
+                return found
+        for _ in range(min(len(self.only), _LOOKED_AT) if self.sessions is None else 0):
             found = next(iter(self.only))
             if found in self.pinned or found.num_below or _is_above(found, node):
                 self.only.move_to_end(found)
@@ -143,6 +157,9 @@ class HostTier:
             return None
         found = waiting.least_urgent(self.pinned)
         return None if found is None or _is_above(found, node) else found
+
+    def _may_drop(self, node: Node) -> bool:
+        return not (node in self.pinned or node.num_below or node.children)
 
     def write_out(self, nodes: Sequence[Node], first: int | None = None) -> None:
         """Queue groups for writing to disk; groups whose contents are not in host memory are left out.

@@ -45,6 +45,7 @@ from apt_jax.cache.prefix_tree import Node
 from apt_jax.core.kinds import HIDDEN, KINDS, KV, NO_KIND
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.request_table import RequestTable
+from apt_jax.sched.retention.sessions import NOBODY
 
 
 class HybridCache:
@@ -65,6 +66,7 @@ class HybridCache:
         prefixes: registered groups; None: prefix caching is off.
         tier: groups in host memory; None: host memory is not used.
         placement: placement of positions in groups; None: each group is filled from the left by one request at a time.
+        session_of: session of each owner that belongs to one; its groups become idle as the session's.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class HybridCache:
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.slot_by_owner: dict[int, int] = {}
         self.placement: Placement | None = None
+        self.session_of: dict[int, int] = {}
         self._cost = np.asarray(self.blocks_per_group, np.int32)
         self._size = np.asarray(self.block_sizes, np.int32)
 
@@ -107,7 +110,7 @@ class HybridCache:
         caching."""
         groups = self.groups
         groups.tracker = PrefixHitTracker(
-            groups.prefixes, table, groups.num_refs, self.block_sizes, self.blocks_per_group
+            groups.prefixes, table, groups.num_refs, groups.is_kept, self.block_sizes, self.blocks_per_group
         )
         return groups.tracker
 
@@ -357,7 +360,8 @@ class HybridCache:
         ids = self.tables[slot, : self.blocks_per_group[kind], :groups]
         if self.placement is not None:
             ids = ids[:, ids[0] != NULL_BLOCK]
-        self.groups.release(ids.copy(), slot, kind, is_read=is_read)
+        session = self.session_of.get(int(self.owner[slot]), NOBODY) if self.session_of else NOBODY
+        self.groups.release(ids.copy(), slot, kind, session, is_read=is_read)
         self.tables[slot, :, :groups] = NULL_BLOCK
         self.num_groups[slot] = 0
         self.num_private[slot] = 0

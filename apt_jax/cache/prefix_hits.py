@@ -22,7 +22,7 @@ class _Placed(NamedTuple):
     """Numbers of groups on a path from the root, by location."""
 
     held: int
-    """Number of consecutive groups from the root that requests hold."""
+    """Number of consecutive groups from the root that requests hold, or that are kept."""
     resident: int
     """Number of groups before the first group that is only in host memory."""
     num_host: int
@@ -48,6 +48,7 @@ class PrefixHitTracker:
         tree: registered groups.
         table: request table to update.
         num_refs: (num_blocks + 1,) number of holders of a group, indexed by first block; never written here.
+        is_kept: (num_blocks + 1,) True: the idle group does not count as free (`GroupPool.keep`); never written here.
         block_sizes: number of positions of a group, by kind.
         blocks_per_group: number of blocks of a group, by kind.
 
@@ -65,12 +66,13 @@ class PrefixHitTracker:
         tree: PrefixTree,
         table: RequestTable,
         num_refs: NDArray[np.int32],
+        is_kept: NDArray[np.bool_],
         block_sizes: Sequence[int],
         blocks_per_group: Sequence[int],
     ) -> None:
         self._tree = tree
         self._table = table
-        self._num_refs = num_refs
+        self._num_refs, self._is_kept = num_refs, is_kept
         self._block_sizes = tuple(block_sizes)
         self._per_group = tuple(blocks_per_group)
         self.restores: Callable[[int, int, int, int, int], bool] | None = None
@@ -108,6 +110,10 @@ class PrefixHitTracker:
         self._table.cached_prefix_tokens[row] = 0
         self._table.host_prefix_tokens[row] = 0
         self._table.shared_prefix_blocks[row] = 0
+
+    def is_tracked(self, row: int) -> bool:
+        """Return True if the cached prefix of a request is tracked."""
+        return row in self._place
 
     @property
     def any_converted(self) -> bool:
@@ -159,8 +165,10 @@ class PrefixHitTracker:
                 held = resident = 0
             else:
                 resident = resident or at.depth
-                if not held and self._num_refs[at.block]:
-                    held = at.depth  # a holder of a node also holds its ancestors
+                if not (self._num_refs[at.block] or self._is_kept[at.block]):
+                    held = 0
+                elif not held:
+                    held = at.depth
             assert at.parent is not None
             at = at.parent
         return _Placed(held, resident, num_host)
@@ -278,7 +286,7 @@ class PrefixHitTracker:
                 num_host += 1
             elif not num_host:
                 resident = node.depth
-                if held == node.depth - 1 and self._num_refs[node.block]:
+                if held == node.depth - 1 and (self._num_refs[node.block] or self._is_kept[node.block]):
                     held = node.depth
             placed = _Placed(held, resident, num_host)
             for row in node.rows:

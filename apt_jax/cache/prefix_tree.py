@@ -62,6 +62,7 @@ class Node:
         "num_below",
         "parent",
         "rows",
+        "session",
     )
 
     def __init__(self, kind: int, digest: bytes, parent: "Node | None", block: int) -> None:
@@ -74,6 +75,8 @@ class Node:
         """Blocks in host memory, as many as on the device; empty: the group is only on the device."""
         self.host_is_downward = False
         """True: positions fill the blocks in host memory from the right end (`Placement`)."""
+        self.session = 0
+        """Session of a group that is only in host memory (`apt_jax.cache.session_groups`)."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: set[Node] = set()
         self.rows: set[int] = set()
@@ -92,6 +95,18 @@ class Node:
         return nodes[::-1]
 
 
+class IdleGroups(collections.OrderedDict[int, None]):
+    """First blocks of idle groups, least recently used first."""
+
+    def add(self, first: int, kind: int, session: int) -> None:
+        """Add the most recently used group."""
+        self[first] = None
+
+    def victim(self) -> int:
+        """Return the group to evict next."""
+        return next(iter(self))
+
+
 class PrefixTree:
     """Registered groups by digest, and idle groups, least recently used first.
 
@@ -107,7 +122,7 @@ class PrefixTree:
         self._by_digest: list[dict[bytes, Node]] = [{} for _ in range(num_kinds)]
         self.node_of: dict[int, Node] = {}
         self.is_registered = np.zeros(num_blocks + 1, np.bool_)
-        self.idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self.idle = IdleGroups()
 
     def find(self, kind: int, digest: bytes) -> Node | None:
         return self._by_digest[kind].get(digest)

@@ -62,6 +62,7 @@ plans into batches, `TokenCommitter` turns results into outputs, `Recovery` hand
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -88,6 +89,7 @@ from apt_jax.engine.recovery import Recovery, StepLimits, break_stall
 from apt_jax.engine.request_state import OutputProcessor, StepOutput
 from apt_jax.engine.request_states import RUNNING, RequestPrefixes, RequestStates
 from apt_jax.engine.restore import RestoreChoice
+from apt_jax.engine.sessions import Sessions
 from apt_jax.engine.stats import EngineStats, TenantUsage, collect_stats, usage_of
 from apt_jax.engine.step_runner import StepRunner
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
@@ -95,6 +97,7 @@ from apt_jax.executor import Executor
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched.registry import is_bundled
 from apt_jax.sched.request_table import RequestTable
+from apt_jax.sched.retention import Retention, make_retention
 from apt_jax.sched.view import Plan, Policy, SchedulerView
 from apt_jax.structured.constraint import MaskFiller
 from apt_jax.utils.clock import Clock
@@ -120,6 +123,7 @@ class Engine:
         output_processor: the front end's hook for every token.
         tiers: host memory and disk, for cached groups evicted from the pool.
         reserver: class that reserves blocks for requests; see `apt_jax.engine.batch.reserver_for`.
+        retention: retention policy; None: as `cache_config.retention` names it.
         debug: check all accounting after every step, and raise if the policy fails or violates its contract.
 
     If the executor uses only lengths (`Executor.lengths_only`), `step` delivers only the last output of each request;
@@ -140,6 +144,7 @@ class Engine:
         output_processor: OutputProcessor | None = None,
         tiers: Tiers = Tiers(),
         reserver: type[Reserver] = PlainReserver,
+        retention: Retention | None = None,
         debug: bool = False,
     ) -> None:
         if executor.block_size != cache_config.block_size:
@@ -200,6 +205,10 @@ class Engine:
             scheduler_config.max_num_seqs,
             executor.adapters,
         )
+        retention = make_retention(cache_config.retention) if retention is None else retention
+        order = scheduler_config.session_order
+        if cache.prefixes is not None and (retention is not None or order != "arrival"):
+            self.states.sessions = Sessions(cache, self.table, retention, order, clock, lambda: self._costs)
         if cache.tier is not None and self.states.prefixes.hits is not None:
             choice = self.states.prefixes.hits.restores = RestoreChoice(
                 lambda: self._costs, cache.block_sizes, cache.blocks_per_group, scheduler_config.max_num_batched_tokens
@@ -308,6 +317,24 @@ class Engine:
         self.states.preempt(state.row)
         return True
 
+    def note_work(self, session_id: str, work: Literal["", "tool", "person"], tenant: str | None = None) -> None:
+        """Record the kind of work that the last answer of a session asks for: a tool's, a person's, or unknown.
+
+        Retention policies learn from it how long the session stays away. An unknown session is ignored.
+        """
+        number = self.states.tenants.get(tenant)
+        if self.states.sessions is not None and number is not None:
+            self.states.sessions.note_work(number, session_id, work)
+
+    def end_session(self, session_id: str, tenant: str | None = None) -> bool:
+        """End a session: cached blocks that only it needs are freed. Its live calls go on.
+
+        Returns:
+            False: the tenant has no such session here.
+        """
+        number = self.states.tenants.get(tenant)
+        return self.states.sessions is not None and number is not None and self.states.sessions.end(number, session_id)
+
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
@@ -387,6 +414,8 @@ class Engine:
         view = self.view()
         if not view.waiting.size and not view.running.size:
             return Plan.idle()
+        if self.states.sessions is not None:
+            view = self.states.sessions.retain(view, is_stuck=self._policies.is_idle)
         plan = self._policies.schedule(view)
         if plan is None:
             if self._recovery.note_failure("the policy failed"):

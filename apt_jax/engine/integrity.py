@@ -27,6 +27,8 @@ def check_engine(states: RequestStates, offered: Sequence[int], pending: InFligh
     """
     table, cache, live = states.table, states.cache, states.by_id.values()
     cache.check_integrity(state.rank for state in live)
+    if states.sessions is not None:
+        states.sessions.check_integrity()
 
     rows = np.array([state.row for state in live], np.int32)
     _require(np.unique(rows).size == rows.size, "two requests share a row")
@@ -135,7 +137,8 @@ def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.
             resident = blocks.index(NULL_BLOCK) if num_host else len(blocks)
             tokens, from_host = hits.usable(kind, len(blocks), resident, num_host, state.num_known - 1)
             taken = blocks[: tokens // size]
-            shared = int(np.count_nonzero(cache.num_refs[taken])) * cache.blocks_per_group[kind]
+            held = (cache.num_refs[taken] > 0) | cache.groups.is_kept[taken]
+            shared = int(np.logical_and.accumulate(held).sum()) * cache.blocks_per_group[kind]
             found[kind] = Hit(tokens, from_host, shared)
         converted = hits.by_conversion(found.get(KV), found.get(HIDDEN), state.num_known)
         for kind, hit in (found | ({} if converted is None else {KV: converted})).items():

@@ -95,6 +95,11 @@ class PolicyRunner:
             logger.error("policy %s violated the contract of Plan: %s (reported once)", self.policy.name, message)
         self._counters.num_invalid_plan_rows += num_rows
 
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing ran in the last iteration and nothing is in flight, although requests are live."""
+        return self._num_idle > 0
+
     def note_progress(self) -> None:
         """Record that an iteration ran a step."""
         self._num_idle, self._is_stuck = 0, False

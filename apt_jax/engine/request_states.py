@@ -19,6 +19,7 @@ from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
 from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
+from apt_jax.engine.sessions import Sessions
 from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics, TokenConstraint
 from apt_jax.sched.request_table import ColumnTable, RequestTable, column
 from apt_jax.sched.view import SchedulerView, TakeableGroups
@@ -165,6 +166,7 @@ class RequestStates(ColumnTable):
         by_row: live requests by row; None: the row is free.
         adapters: number of each adapter, keyed by name.
         tenants: number of each tenant seen so far, keyed by name; there are at most as many as API keys.
+        sessions: sessions of the requests; None: neither retention nor order of requests depends on them.
         outputs: outputs that `Engine.step` has not returned yet.
         finish_times_s: times at which the latest requests ended, on the engine's clock, seconds; only requests that had
             been scheduled.
@@ -181,6 +183,7 @@ class RequestStates(ColumnTable):
     pinned_kind = column(np.int8, fill=NO_KIND)  # the only kind that can hold the row's request
     adapter = column(np.int32)  # number of the adapter in `adapters`, from 1; 0: no adapter
     held = column(np.bool_)  # the row waits for a read from disk, and is hidden from the policy
+    order = column(np.float64)  # requests are listed by `order`, then by rank (`SchedulerConfig.session_order`)
     num_filled = column(np.int32)  # groups found, registered, or full after the step in flight
 
     def __init__(
@@ -206,6 +209,7 @@ class RequestStates(ColumnTable):
         self.by_row: list[RequestState | None] = [None] * self.capacity
         self.tenants: dict[str | None, int] = {None: 0}
         self.outputs: list[StepOutput] = []
+        self.sessions: Sessions | None = None
         # Long enough for several batches, because the requests of a batch may end together.
         self.finish_times_s: collections.deque[float] = collections.deque(maxlen=4 * max_num_seqs)
         self._next_rank = 0
@@ -240,11 +244,15 @@ class RequestStates(ColumnTable):
         return int(np.count_nonzero(self.status == status))
 
     def by_rank(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the rows of waiting and of running requests, sorted by rank, as read-only arrays."""
+        """Return the rows of waiting and of running requests, sorted by order and rank, as read-only arrays."""
         if self._by_rank is None:
             rank = self.table.rank
             waiting, running = self.rows(WAITING).astype(np.int32), self.rows(RUNNING).astype(np.int32)
-            waiting, running = waiting[np.argsort(rank[waiting])], running[np.argsort(rank[running])]
+            if self.sessions is None:
+                waiting, running = waiting[np.argsort(rank[waiting])], running[np.argsort(rank[running])]
+            else:
+                waiting = waiting[np.lexsort((rank[waiting], self.order[waiting]))]
+                running = running[np.lexsort((rank[running], self.order[running]))]
             waiting.flags.writeable = running.flags.writeable = False
             self._by_rank = waiting, running
         return self._by_rank
@@ -271,6 +279,8 @@ class RequestStates(ColumnTable):
         if unseen.any():
             # Hide requests that are held, or were preempted with a token in flight, which the host must see first.
             waiting = waiting[~unseen]
+        if self.sessions is not None:
+            waiting = self.sessions.ordered(waiting)
         shared_blocks = 0
         if cache.prefixes is not None:
             shared_blocks = cache.pool.num_blocks - cache.num_free - int(table.num_blocks[running].sum())
@@ -353,6 +363,8 @@ class RequestStates(ColumnTable):
             self.table.histograms[row] = self.table.lengths.begin(root, request.prompt_token_ids)
         self._by_rank = None
         self.await_hits(state)
+        if self.sessions is not None:
+            self.order[row] = self.sessions.arrived(row, request.session_id, request.retain_s)
 
     def await_hits(self, state: RequestState) -> None:
         """Track the cached prefix of a waiting request, unless it has a token in flight."""
@@ -390,6 +402,8 @@ class RequestStates(ColumnTable):
         state.metrics.cache_kind = KIND_NAMES[kind]
         if state.metrics.first_scheduled_s is None:
             state.metrics.first_scheduled_s = self._clock.now_s()
+            if self.sessions is not None:
+                self.sessions.started(row, num_found)
 
     def convert(self, row: int) -> None:
         """Record that a running request was converted from layer inputs to keys and values."""
@@ -509,10 +523,18 @@ class RequestStates(ColumnTable):
         self._learn_length(state, reason)
         if self.table.best_effort[row]:
             self._counters.ended_best_effort_tokens += state.num_known - state.prompt_len
+        if self.sessions is not None:
+            self._end_call(state)
         self.table.remove(row)
         self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs, prompt_logprobs, pooled)
         if state.metrics.first_scheduled_s is not None:
             self.finish_times_s.append(self._clock.now_s())
+
+    def _end_call(self, state: RequestState) -> None:
+        assert self.sessions is not None
+        num_computed = state.num_known - (state.metrics.num_cached_tokens or 0) + state.metrics.recomputed_tokens
+        has_run = state.metrics.first_scheduled_s is not None
+        self.sessions.ended(state.row, state.num_known, num_computed, state.request.work, has_run=has_run)
 
     def _learn_length(self, state: RequestState, reason: FinishReason) -> None:
         table, num_outputs = self.table, state.num_known - state.prompt_len

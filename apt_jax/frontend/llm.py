@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from apt_jax.models import ModelParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with one of ``"prompt"`` and ``"prompt_token_ids"``, and optionally ``"cache_salt"``."""
+"""Text, token ids, or a mapping with one of ``"prompt"`` and ``"prompt_token_ids"``, and optionally ``"cache_salt"`` and ``"session_id"``."""
 Adapter = str | Any | None
 """Name of a LoRA adapter, an object with the attribute `lora_name`, or None."""
 
@@ -238,7 +238,7 @@ class LLM:
 
         Args:
             prompts: a string, a list of token ids, vLLM's ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``, each
-                optionally with ``"cache_salt"``, or a list of them.
+                optionally with ``"cache_salt"`` and ``"session_id"``, or a list of them.
             sampling_params: for all prompts, or one entry per prompt; None: the defaults (16 tokens at temperature 1).
             slo: latency objectives, for all prompts or one entry per prompt; None: `default_slo`.
             slo_class: "rt" (real time) or "be" (best effort), for all prompts or one entry per prompt; None:
@@ -429,7 +429,7 @@ class LLM:
         return requests
 
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "session_id")
 
 
 def _prompt_fields(prompt: Any) -> dict[str, Any]:

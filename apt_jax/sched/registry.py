@@ -92,7 +92,7 @@ def find_policy(text: str, bundled: Mapping[str, PolicyMaker]) -> tuple[PolicyMa
         maker = PolicyMaker(_load_class(name, name))
     else:
         maker = PolicyMaker(_load_class(_installed(name, bundled), name))
-    return maker, _options(text, maker, query) if mark else {}
+    return maker, read_options(text, maker, query) if mark else {}
 
 
 def make(text: str, bundled: Mapping[str, PolicyMaker], seed: int) -> Policy:
@@ -257,7 +257,20 @@ def _parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in found.items() if p.kind in by_name}
 
 
-def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
+def read_options(
+    text: str, maker: PolicyMaker, query: str, *, what: str = "policy", flag: str = _FLAG
+) -> dict[str, Any]:
+    """Return the values of the options in `query`, the part of `text` after the question mark.
+
+    Args:
+        text: the whole value, for error messages.
+        maker: class whose constructor takes the options.
+        query: `option=value`, separated by ``&``.
+        what, flag: keyword and flag that take the value, for error messages.
+
+    Raises:
+        ConfigError: an option is unknown, given twice, or has a value of the wrong type.
+    """
     accepted = maker.options()
     try:
         hints = typing.get_type_hints(maker.cls.__init__)
@@ -266,14 +279,14 @@ def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for part in query.split("&"):
         option, equals, given = part.partition("=")
-        where = f"policy={text!r:.200}"
+        where = f"{what}={text!r:.200}"
         if not equals or not option:
-            raise ConfigError(f"{where}: {part!r:.60} is not option=value {_FLAG}")
+            raise ConfigError(f"{where}: {part!r:.60} is not option=value {flag}")
         if option not in accepted:
             known = f"has the options {', '.join(accepted)}" if accepted else "has no options"
-            raise ConfigError(f"{where}: no option {option!r:.60}{nearest(option, accepted)}; it {known} {_FLAG}")
+            raise ConfigError(f"{where}: no option {option!r:.60}{nearest(option, accepted)}; it {known} {flag}")
         if option in values:
-            raise ConfigError(f"{where}: option {option} is given twice {_FLAG}")
+            raise ConfigError(f"{where}: option {option} is given twice {flag}")
         default = accepted[option].default
         hint = hints.get(option, Any)
         if hint is Any and default not in (None, inspect.Parameter.empty):
@@ -281,7 +294,7 @@ def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
         try:
             values[option] = _value(given, hint)
         except ValueError as error:
-            raise ConfigError(f"{where}: {option}={given!r:.60} {error} {_FLAG}") from None
+            raise ConfigError(f"{where}: {option}={given!r:.60} {error} {flag}") from None
     return values
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.config import SLO
-from apt_jax.sim.sessions import BLOCK_TOKENS, Calls
+from apt_jax.sim.sessions import BLOCK_TOKENS, Calls, Work
 
 _NUM_SESSIONS = 400
 _NUM_REQUESTS = 4096
@@ -58,6 +58,7 @@ _THINK_S = {
 """Seconds between an answer and the next call, by their kinds."""
 _ANSWERS = {"text": (2018, 313, 1218), "tool_result": (18470, 981, 669)}
 """Numbers of answers of the kinds of `_OUTPUT` by the kind of the input."""
+_WORK: dict[str, Work] = {"tool_use": "tool", "end_turn": "person", "": ""}
 _TEXT_AFTER_TOOL_USE = 210 / 20330
 _WINDOW, _LIMITS = 200_000, (145_000, 190_000)
 """Sessions that begin below this window are compacted once a prompt would exceed a limit between these."""
@@ -100,18 +101,20 @@ class _Sessions:
         self.prompt: list[int] = []
         self.output: list[int] = []
         self.rows: list[tuple[int, int, float, int, int]] = []
-        self.inputs: list[str] = []
+        self.works: list[Work] = []
+        self.chains: list[int] = []
 
     def add(
         self, session: int, prompt: float, output: float, *, follows: int = -1, think_s: float = 0.0, parent: int = -1,
-        shared: float = 0.0, kind: str = "text",
+        shared: float = 0.0, work: Work = "", chain: int = 0,
     ) -> int:  # fmt: skip
         """Add a call whose prompt begins with `shared` tokens of its parent's, and return its index."""
         blocks = int(shared) // self.block_tokens
         self.prompt.append(max(min(round(prompt), _LONGEST), blocks * self.block_tokens + 1))
         self.output.append(max(round(output), 1))
         self.rows.append((session, follows, think_s, parent, blocks))
-        self.inputs.append(kind)
+        self.works.append(work)
+        self.chains.append(chain)
         return len(self.rows) - 1
 
     def all(self, common_tokens: int = 0) -> Generated:
@@ -127,7 +130,8 @@ class _Sessions:
                 think_s=think_s.astype(np.float64),
                 parent=parent.astype(np.int32),
                 shared_blocks=blocks.astype(np.int32),
-                inputs=tuple(self.inputs),
+                works=tuple(self.works),
+                chain=np.array(self.chains, np.int32),
                 common_tokens=common_tokens,
             ),
         )
@@ -154,17 +158,18 @@ def _agents(of: "_Means") -> Generated:
         # A subagent's calls come after the call of the main chain that begins it. They are few: their place in the
         # order does not matter to anything but `follows`.
         first = -1
-        for _ in range(1 + rng.poisson(_SUBAGENTS - 1)):
+        for subagent in range(1, 2 + rng.poisson(_SUBAGENTS - 1)):
             size = _quantile(_SUBAGENT_FIRST, rng.random()) * of.prompt
             begun_by = chain[int(rng.integers(len(chain)))]
             num = round(_quantile(_SUBAGENT_CALLS, rng.random()))
-            calls = _chain(made, rng, of, session, num, size, follows=begun_by, parent=first)
+            calls = _chain(made, rng, of, session, num, size, follows=begun_by, parent=first, chain=subagent)
             first = calls[0]
     return made.all()
 
 
 def _chain(
-    made: _Sessions, rng: np.random.Generator, of: "_Means", session: int, num: int, first: float, *, follows: int = -1, parent: int = -1
+    made: _Sessions, rng: np.random.Generator, of: "_Means", session: int, num: int, first: float, *, follows: int = -1, parent: int = -1,
+    chain: int = 0,
 ) -> list[int]:  # fmt: skip
     """Add `num` calls, each following the one before, and return their indices.
 
@@ -172,8 +177,9 @@ def _chain(
         first: tokens of the first prompt.
         follows: call whose answer the first call waits for; -1: none.
         parent: call with the same system prompt, which the first prompt begins with; -1: none.
+        chain: number of the chain within its session.
     """
-    kind, prompt, shared, think_s, chain = "text", first, 0.0, 0.0, list[int]()
+    kind, prompt, shared, think_s, made_calls = "text", first, 0.0, 0.0, list[int]()
     if parent >= 0:
         shared = 0.9 * min(first, made.prompt[parent])
     limit = of.prompt * rng.uniform(*_LIMITS)
@@ -184,9 +190,10 @@ def _chain(
         answer = ("tool_use", "end_turn", "")[int(rng.choice(3, p=answers / answers.sum()))]
         output = of.output * _quantile(_OUTPUT[answer], rng.random())
         at = made.add(
-            session, prompt, output, follows=follows, think_s=think_s, parent=parent, shared=shared, kind=kind
-        )
-        chain.append(at)
+            session, prompt, output, follows=follows, think_s=think_s, parent=parent, shared=shared,
+            work=_WORK[answer], chain=chain,
+        )  # fmt: skip
+        made_calls.append(at)
         prompt = made.prompt[at]
         kind = "tool_result" if answer == "tool_use" and rng.random() >= _TEXT_AFTER_TOOL_USE else "text"
         think_s = of.think * _quantile(_THINK_S[answer, kind], rng.random())
@@ -197,7 +204,7 @@ def _chain(
             shared *= _quantile(_KEPT, rng.random())
             later = prompt * (rng.uniform(*_COMPACTED_TO) if is_over else _quantile(_GROWN, rng.random()))
         prompt = max(later, shared + 1)
-    return chain
+    return made_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +333,7 @@ def generate(name: str) -> Generated:
                 break
             at = made.add(
                 session, prompt, output[turn], follows=at, parent=at, think_s=think_s[turn] if at >= 0 else 0.0,
-                shared=made.prompt[at] if at >= 0 else 0.0, kind="tool_result" if of.turns.high > 15 and at >= 0 else "text",
+                shared=made.prompt[at] if at >= 0 else 0.0, work="tool" if of.turns.high > 15 else "person",
             )  # fmt: skip
     return made.all(of.system)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention
+from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SessionOrder
 from apt_jax.errors import ConfigError
 from apt_jax.options import check_options, option
 from apt_jax.sim.routing import ROUTING_POLICIES
@@ -86,6 +86,11 @@ class SimulationConfig:
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
     """Host memory for blocks evicted from the device, in GiB, as in `apt-jax serve`. If the trace has no column
     hash_ids, each prompt gets different tokens, so that no two share a prefix (default: 0, no host memory)."""
+    retention: str = option("lru", metavar="POLICY")
+    """Which cached prefixes stay when blocks are needed, as in `apt-jax serve`; clairvoyant knows when each session
+    calls again (docs/sessions.md)."""
+    session_order: SessionOrder = option("arrival")
+    """Order of requests for policies that take them by arrival, as in `apt-jax serve`."""
     share_blocks: bool = option(True)
     """Let real-time and best-effort requests share blocks; needs swap space and a policy that shares blocks (bros)
     (default: on)."""
@@ -132,5 +137,6 @@ class SimulationConfig:
             mode=self.cache,
             enable_prefix_caching=prefix_caching,
             swap_space=self.swap_space,
+            retention="lru" if self.retention.startswith("clairvoyant") else self.retention,
             share_blocks=self.share_blocks,
         )

@@ -18,14 +18,15 @@ session's rows is the order of its calls.
 | `parent` | number of the earlier call whose prompt begins like this call's; -1: none |
 | `shared_blocks` | number of blocks of `block_tokens` tokens at the beginning of both prompts |
 | `think_s` | seconds from the answer that the call waits for to the call |
-| `input` | kind of what is new in the prompt, such as text or tool_result; may be absent |
+| `stop` | why the answer ended: tool_use (a tool works next), end_turn (a person does) or empty; may be absent |
+| `input` | kind of what is new in the prompt, such as text or tool_result; if `stop` is empty everywhere, it tells who worked |
 
 Prompts have no text. `SessionPrompts` makes token ids that are equal exactly where the trace says so.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,9 @@ from apt_jax.metrics import Percentiles, RequestRecord
 
 COLUMNS = ("session", "parent", "shared_blocks", "think_s")
 """Columns that make a trace a trace of sessions."""
-OPTIONAL_COLUMNS = ("request", "subagent", "input")
+OPTIONAL_COLUMNS = ("request", "subagent", "input", "stop")
+Work = Literal["", "tool", "person"]
+_WORKS: dict[str, Work] = {"tool_use": "tool", "end_turn": "person"}
 BLOCK_TOKENS = 64
 """Prompt tokens per block that `shared_blocks` counts, if nothing else is given."""
 _LONGEST_THINK_S = 30 * 86400.0
@@ -59,14 +62,28 @@ class Calls:
     """Index of the call whose prompt begins like the call's; -1: none."""
     shared_blocks: NDArray[np.int32]
     """Number of blocks at the beginning of both prompts."""
-    inputs: tuple[str, ...]
-    """Kind of the new content of each prompt; empty text: unknown."""
+    works: tuple[Work, ...]
+    """Kind of work after each answer, as in `EngineRequest.work`."""
+    chain: NDArray[np.int32]
+    """Number of the main chain (0) or the subagent within the session."""
     common_tokens: int = 0
     """Number of tokens that all prompts without a parent begin with: a system prompt."""
 
     @property
     def num_sessions(self) -> int:
         return int(self.session[-1]) + 1 if self.session.size else 0
+
+    def chain_id(self, index: int) -> str:
+        """Return the `EngineRequest.session_id` of a call: each subagent is a session of its own for the engine."""
+        return f"{self.session[index]}.{self.chain[index]}"
+
+    def gaps_s(self) -> NDArray[np.float64]:
+        """Return the (n,) seconds from each call's answer to the next call of its chain; inf: none follows."""
+        gap_s = np.full(self.think_s.size, np.inf)
+        before = self.follows
+        same = (before >= 0) & (self.chain == self.chain[before])
+        gap_s[before[same]] = self.think_s[same]
+        return gap_s
 
     def begins(self) -> NDArray[np.intp]:
         """Return the index of the first call of each session, and the number of calls at the end."""
@@ -109,7 +126,8 @@ class Calls:
             think_s=self.think_s[index],
             parent=self.parent[index],
             shared_blocks=self.shared_blocks[index],
-            inputs=tuple(self.inputs[i] for i in index.tolist()),
+            works=tuple(self.works[i] for i in index.tolist()),
+            chain=self.chain[index],
             common_tokens=self.common_tokens,
         )
 
@@ -155,11 +173,12 @@ def read_calls(
     for at, cell in enumerate(columns["session"]):
         sessions.setdefault(cell.strip(), []).append(at)
     order = [at for rows in sessions.values() for at in rows]
-    follows, parents, shared, think_s = [], [], [], []
+    follows, parents, shared, think_s, chains = [], [], [], [], list[int]()
     for rows in sessions.values():
         base = len(follows)
         numbers: dict[int, int] = {}
         last: dict[str, int] = {}
+        known: dict[str, int] = {"": 0}
         for i, at in enumerate(rows):
             number = integer(at, "request", 0) if "request" in columns else i
             if number in numbers:
@@ -180,18 +199,25 @@ def read_calls(
             follows.append(last.get(chain, last.get("", -1)))
             if follows[-1] < 0 and i:
                 follows[-1] = base  # the main chain begins after a subagent
+            chains.append(known.setdefault(chain, len(known)))
             parents.append(of)
             shared.append(blocks)
             think_s.append(seconds)
             numbers[number] = last[chain] = base + i
-    inputs = columns.get("input")
+    works: list[Work] = [_WORKS.get(cell.strip(), "") for cell in columns.get("stop", [""] * len(order))]
+    if not any(works):
+        inputs = columns.get("input", ())
+        for i, (at, before) in enumerate(zip(order, follows, strict=True) if inputs else ()):
+            if before >= 0 and chains[i] == chains[before] and (cell := inputs[at].strip()):
+                works[order[before]] = "tool" if "tool_result" in cell else "person"
     return Calls(
         session=np.repeat(np.arange(len(sessions)), [len(rows) for rows in sessions.values()]).astype(np.int32),
         follows=np.array(follows, np.int32),
         think_s=np.array(think_s),
         parent=np.array(parents, np.int32),
         shared_blocks=np.array(shared, np.int32),
-        inputs=tuple("" if inputs is None else inputs[at].strip() for at in order),
+        works=tuple(works[at] for at in order),
+        chain=np.array(chains, np.int32),
     ), np.array(order, np.intp)
 
 

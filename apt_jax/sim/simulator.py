@@ -36,7 +36,10 @@ from apt_jax.engine.batch import PlainReserver, reserver_for
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import RequestMetrics
-from apt_jax.sched import Policy, make_policy
+from apt_jax.sched import Policy, PolicyMaker, make_policy
+from apt_jax.sched.registry import read_options
+from apt_jax.sched.retention import Retention
+from apt_jax.sched.retention.knapsack import ClairvoyantRetention
 from apt_jax.sim.attainable import Attainable, attainable
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.executor import SimulatedExecutor, SimulatedHostMemory
@@ -246,6 +249,7 @@ def simulate(
     max_num_seqs, budget = _bounds(config, hardware)
     scheduler = SchedulerConfig(
         policy=config.policy,
+        session_order=config.session_order,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         # Large enough for all, even within one tenant's share: no request is rejected because the queue is full.
@@ -323,6 +327,7 @@ def simulate(
             output_processor=None if config.max_tokens is None else TraceEnds(workload.output_tokens),
             tiers=Tiers(host=host_memory if executor is None else None),
             reserver=reserver_for(of_policy, cache) if executor is None else PlainReserver,
+            retention=_clairvoyant(config.retention),
             debug=debug,
         )
         return Replica(engine, timed, clock, overlap)
@@ -401,6 +406,15 @@ def simulate(
             ),
         ),
     )
+
+
+def _clairvoyant(retention: str) -> Retention | None:
+    name, mark, query = retention.partition("?")
+    if name != "clairvoyant":
+        return None
+    maker = PolicyMaker(ClairvoyantRetention)
+    options = read_options(retention, maker, query, what="retention", flag="(--retention)") if mark else {}
+    return ClairvoyantRetention(**options)
 
 
 def _pool_shares(prompt_tokens: NDArray[np.int32], config: SimulationConfig, hardware: Hardware) -> NDArray[np.float64]:

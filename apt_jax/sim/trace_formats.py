@@ -57,7 +57,7 @@ def read_rows(path: Path) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(f"{path}: is a directory without a session in .json; give a CSV file in it (--trace)")
-    header = ["prompt_tokens", "output_tokens", "session", "subagent", "request", "parent", "shared_blocks", "think_s", "input"]  # fmt: skip
+    header = ["prompt_tokens", "output_tokens", "session", "subagent", "request", "parent", "shared_blocks", "think_s", "input", "stop"]  # fmt: skip
     return header, enumerate(itertools.chain.from_iterable(map(_session, files)), 1)
 
 
@@ -108,6 +108,12 @@ class _Fields:
             raise self._refuse(name, "a list of strings")
         return value
 
+    def text(self, name: str) -> str:
+        value = self._of.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self._refuse(name, "a string")
+        return value or ""
+
     def objects(self, name: str) -> list[Any]:
         value = self._of.get(name)
         if not isinstance(value, list):
@@ -147,6 +153,7 @@ def _session(path: Path) -> Iterator[list[str]]:
         yield [
             str(tokens), str(request.integer("out", 0)), path.stem, subagent, str(len(earlier)), str(parent),
             str(min(shared, tokens // size)), repr(think_s), "+".join(request.texts("input_types")),
+            request.text("stop"),
         ]  # fmt: skip
         earlier.append(ids)
 

@@ -237,6 +237,8 @@ class Arrivals:
         self._to_begin = collections.deque[int]()
         self._left: list[int] = []
         calls = workload.calls
+        knows = calls is not None and config.retention.startswith("clairvoyant")
+        self._gap_s = calls.gaps_s().tolist() if knows and calls is not None else []
         if calls is not None:
             for i, before in enumerate(calls.follows.tolist()):
                 if before >= 0:
@@ -278,6 +280,9 @@ class Arrivals:
             arrival_s=float(arrival_s),
             slo_class="be" if workload.best_effort[i] else "rt",
             tenant=None if workload.tenant is None else str(workload.tenant[i]),
+            session_id=None if workload.calls is None else workload.calls.chain_id(i),
+            work="" if workload.calls is None else workload.calls.works[i],
+            retain_s=self._gap_s[i] if self._gap_s else None,
         )
 
     def ended(self, index: int, at_s: float) -> None:

@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = DEFAULT_MAX_STOP_STRINGS
 """Default maximum number of stop strings of a request (--set max_stop_strings)."""
 MAX_STOP_CHARS = 256
 MAX_CACHE_SALT_CHARS = 512
+MAX_SESSION_ID_CHARS = 512
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
@@ -156,6 +157,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="n", type="integer", min=1, max=MAX_SEQUENCES, text="Number of outputs per prompt."),
         FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among the tenant's live requests."),
         FieldSpec(name="cache_salt", type="string", max_chars=MAX_CACHE_SALT_CHARS, text="Only requests with the same salt share cached prefixes."),
+        FieldSpec(name="session_id", type="string", max_chars=MAX_SESSION_ID_CHARS, text="Session that the call belongs to; `--retention` keeps cached prefixes by session."),
         FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: time from arrival to the first token, in milliseconds."),
         FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, in milliseconds."),
         FieldSpec(name="slo_e2e_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="End-to-end SLO: time from arrival to the last token, in milliseconds; a later request is not aborted."),

@@ -10,7 +10,7 @@ import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from apt_jax.config import SLO, SloClass
 from apt_jax.errors import InvalidRequestError, counted, json_kind
@@ -20,6 +20,7 @@ from apt_jax.validation.limits import (
     MAX_DEADLINE_S,
     MAX_REQUEST_ID_CHARS,
     MAX_SEED,
+    MAX_SESSION_ID_CHARS,
     MAX_SLO_S,
     MAX_WATCH_CAPACITY,
     MIN_SLO_S,
@@ -60,6 +61,8 @@ def build_request(
     max_queue_s: float | None = None,
     adapter: object = None,
     cache_salt: object = None,
+    session_id: object = None,
+    work: Literal["", "tool", "person"] = "",
     tenant: str | None = None,
 ) -> EngineRequest:
     """Check raw input and return the request for the engine.
@@ -83,7 +86,7 @@ def build_request(
             rejected.
         max_queue_s: see `EngineRequest`; checked by the caller.
         adapter: name of a LoRA adapter; None: no adapter.
-        cache_salt: see `EngineRequest`.
+        cache_salt, session_id, work: see `EngineRequest`.
         tenant: see `EngineRequest`; from authentication, not from the request's input.
 
     Raises:
@@ -95,7 +98,8 @@ def build_request(
     default_slo = limits.default_slo if checked_class == "rt" else SLO()
     checked_slo = _slo(default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms, slo_e2e_ms)
     checked_adapter = _adapter(limits, adapter)
-    checked_salt = None if cache_salt is None else _cache_salt(cache_salt)
+    checked_salt = None if cache_salt is None else _name("cache_salt", cache_salt, MAX_CACHE_SALT_CHARS)
+    session = None if session_id is None else _name("session_id", session_id, MAX_SESSION_ID_CHARS)
     checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
     keep_last = _kept_tokens(limits, checked_params)
     token_ids = checked_prompt(limits, tokenizer, prompt, prompt_token_ids, keep_last)
@@ -124,14 +128,16 @@ def build_request(
         max_queue_s=max_queue_s,
         adapter=checked_adapter,
         cache_salt=checked_salt,
+        session_id=session,
+        work=work,
         tenant=tenant,
     )
 
 
-def _cache_salt(value: object) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_CACHE_SALT_CHARS:
-        raise InvalidRequestError("cache_salt", f"must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters")
-    return check_text("cache_salt", value)
+def _name(field: str, value: object, max_chars: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= max_chars:
+        raise InvalidRequestError(field, f"must be a string of 1 to {max_chars} characters")
+    return check_text(field, value)
 
 
 def build_requests(

@@ -17,7 +17,7 @@ from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import MAX_LOGPROBS
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.protos.words import cache_kind, finish_reason
-from serve.slo_headers import OBJECTIVE_KEYS, TIER_KEY, class_of_tier, milliseconds
+from serve.slo_headers import OBJECTIVE_KEYS, TIER_KEY, class_of_tier, milliseconds, session_id
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -51,8 +51,8 @@ def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str,
 def slo_fields(
     metadata: Metadata, slo: pb.Slo | None = None, slo_class: int = pb.SLO_CLASS_UNSPECIFIED
 ) -> dict[str, Any]:
-    """Return the latency objectives and SLO class of a request: each from its message if set there, else from its
-    metadata.
+    """Return the latency objectives, SLO class and session of a request: each from its message if set there, else from
+    its metadata.
 
     Raises:
         InvalidRequestError: an objective in the metadata is not a number, or the SLO class or service tier is unknown.
@@ -63,7 +63,7 @@ def slo_fields(
         f"slo_{part}": getattr(slo, part) if slo.HasField(part) else milliseconds(headers, keys)
         for part, keys in OBJECTIVE_KEYS.items()
     }
-    return fields | {"slo_class": _slo_class(slo_class, headers)}
+    return fields | {"slo_class": _slo_class(slo_class, headers), "session_id": session_id(headers)}
 
 
 def objective_names(metadata: Metadata, slo: pb.Slo | None = None) -> dict[str, str]:

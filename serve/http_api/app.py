@@ -24,7 +24,7 @@ from apt_jax.errors import QueueFullError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.streams import EngineClosedError
-from apt_jax.validation import RequestLimits
+from apt_jax.validation import MAX_SESSION_ID_CHARS, RequestLimits
 from apt_jax.version import __version__
 from serve.compact_json import json_bytes
 from serve.dashboard import page
@@ -95,6 +95,7 @@ class HttpApp:
                 Route("/v1/models", _safely(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _safely(self._model), methods=["GET"]),
                 Route("/v1/requests/{request_id}/decisions", _safely(self._decisions), methods=["GET"]),
+                Route("/v1/sessions/{session_id:path}", _safely(self._end_session), methods=["DELETE"]),
                 Route("/tokenize", _safely(self._tokenize), methods=["POST"]),
                 Route("/detokenize", _safely(self._detokenize), methods=["POST"]),
                 Route("/tokenizer_info", _safely(self._tokenizer_info), methods=["GET"]),
@@ -307,6 +308,13 @@ class HttpApp:
             raise BadCallError(404, "request_not_found", f"no recent request has the id {given[:140]!r}")
         others = may_see_totals(self._config.keys, caller)
         return _json(found.as_json(others=others) | {"request_id": caller.shown_id(found.request_id)})
+
+    async def _end_session(self, request: Request) -> Response:
+        """End a session of the caller: cached prefixes that only it needs are freed."""
+        session, engine = request.path_params["session_id"], self._service.engine()
+        core, tenant = engine.parts.engine, _caller(request).tenant
+        ended = await asyncio.wrap_future(engine.call(lambda: core.end_session(session, tenant)))
+        return _json({"id": session[:MAX_SESSION_ID_CHARS], "object": "session.deleted", "deleted": ended})
 
     # --- the dashboard -----------------------------------------------------------------------------------------------
 

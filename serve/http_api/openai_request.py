@@ -39,7 +39,7 @@ from serve.http_api.records import read
 from serve.http_api.tool_calls.definitions import ToolSet, read_tools
 from serve.http_api.tool_calls.other_forms import OLD_NAMES, uses_functions, with_tools
 from serve.http_api.tool_calls.plan import OutputPlan, plan_output
-from serve.slo_headers import OBJECTIVE_KEYS, TIER_KEY, class_of_tier, max_queue_s, milliseconds, used_tier
+from serve.slo_headers import OBJECTIVE_KEYS, TIER_KEY, class_of_tier, max_queue_s, milliseconds, session_id, used_tier
 
 Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
@@ -231,6 +231,8 @@ def build_call(
         "arrival_s": arrival_s,
         "adapter": parts.adapter_named(asked.model),
         "cache_salt": asked.cache_salt,
+        "session_id": _session(asked, headers),
+        "work": _work(asked),
         "tenant": tenant,
         "grammars": parts.pending_grammars,
         **_slo_fields(asked, headers),
@@ -280,6 +282,19 @@ def build_call(
         output=output,
         functions=kind == "chat" and uses_functions(given),
     )
+
+
+def _session(asked: CompletionBody | ChatBody, headers: Mapping[str, str]) -> object:
+    """Return the session of a call: as the body names it, by its own field or OpenAI's, or else a header."""
+    of_body = asked.prompt_cache_key if asked.session_id is None else asked.session_id
+    return session_id(headers) if of_body is None else of_body
+
+
+def _work(asked: CompletionBody | ChatBody) -> Literal["", "tool", "person"]:
+    """Return the most likely kind of work between the answer and the next call."""
+    if not isinstance(asked, ChatBody):
+        return ""
+    return "tool" if asked.tools and asked.tool_choice != "none" else "person"
 
 
 def check_model(parts: EngineComponents, model: object) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import apt_jax
 from apt_jax.core.kinds import KIND_NAMES
-from apt_jax.validation import REQUEST_FIELDS, RequestLimits
+from apt_jax.validation import MAX_SESSION_ID_CHARS, REQUEST_FIELDS, RequestLimits
 from serve import slo_headers as objectives
 from serve.http_api import llama_infill, rerank
 from serve.http_api.app_config import Description
@@ -187,6 +187,12 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Descripti
             "Decisions", "Timeline of a recent request.", _good("Decisions"), 404, 503,
             parameters=[_in_path("request_id", STRING, "The `id` of an answer, or the `request_id` of its request.")],
         ),
+        "/v1/sessions/{session_id}": {
+            "delete": {
+                **_operation("EndSession", "End a session: cached prefixes that only it needs are freed.", _good("SessionEnded"), (503,), has_keys),
+                "parameters": [_in_path("session_id", STRING, "The session as the calls named it.")],
+            }
+        },
         "/tokenize": post("Tokenize", "Convert a text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
         "/detokenize": post("Detokenize", "Convert token ids to text.", _good("Detokenize")),
         "/tokenizer_info": get("TokenizerInfo", "Settings of the tokenizer.", _good("TokenizerInfo"), 404, 503),
@@ -331,9 +337,13 @@ def _slo_headers() -> list[Schema]:
     }  # fmt: skip
     ttl = {"type": "string", "pattern": f"^{objectives.DURATION_PATTERN}$", "examples": ["1500ms", "1m30s"]}
     schemas = {objectives.TIER_KEY: tier, objectives.QUEUE_TTL_KEY: ttl}
+    session = {"type": "string", "maxLength": MAX_SESSION_ID_CHARS}
     return [
         {"name": name, "in": "header", "description": text, "schema": schemas.get(name, decimal)}
         for name, text in texts.items()
+    ] + [
+        {"name": name, "in": "header", "description": "Session of the call, if the body names none.", "schema": session}
+        for name in objectives.SESSION_KEYS
     ]  # fmt: skip
 
 
@@ -542,6 +552,7 @@ def _answers() -> Schema:
             "service_tier": tier,
         }),
         "Load": closed({"server_load": COUNT}),
+        "SessionEnded": closed({"id": STRING, "object": {"const": "session.deleted"}, "deleted": FLAG}),
         "ServerInfo": closed({
             **dict.fromkeys(("version", "model", "dtype", "scheduling_policy"), STRING), "max_model_len": COUNT,
         }),

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,10 @@ def test_calls_of_a_session_are_together_and_wait_for_the_one_before_in_their_ch
     assert calls.follows.tolist() == [-1, 0, 1, 2, 1, -1, 5]
     assert calls.parent.tolist() == [-1, 0, -1, 2, 1, -1, 5]
     assert calls.shared_blocks.tolist() == [0, 3, 0, 1, 4, 0, 2]
-    assert calls.inputs == ("text", "tool_result", "text", "tool_result", "tool_result", "text", "text")
+    assert calls.chain.tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert calls.works == ("tool", "tool", "tool", "", "", "person", "")  # by what comes next in the chain
+    assert [calls.chain_id(i) for i in (0, 2, 5)] == ["0.0", "0.1", "1.0"]
+    assert calls.gaps_s().tolist() == [2.5, 4.0, 1.0, math.inf, math.inf, 9.0, math.inf]
 
 
 def test_without_numbers_calls_count_from_0(tmp_path):
@@ -160,7 +164,28 @@ def test_recorded_sessions_are_read_as_they_are(tmp_path):
     assert one.calls.parent.tolist() == [-1, 0, 1, 1]
     assert one.calls.shared_blocks.tolist() == [0, 3, 1, 3]
     assert one.calls.think_s.tolist() == [0.0, 2.0, 0.0, 3.5]  # without think_time: from the times, less api_time
-    assert one.calls.inputs == ("text", "tool_result", "", "text+thinking")
+    assert one.calls.works == ("tool", "person", "", "")
+
+
+def test_why_an_answer_ended_tells_who_works_next(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text(
+        "session,parent,shared_blocks,prompt_tokens,output_tokens,think_s,input,stop\n"
+        "x,-1,0,64,1,0,text,tool_use\nx,0,1,99,1,3,text,end_turn\nx,1,1,120,1,3,tool_result,\n"
+    )
+    calls = load_trace(file).calls
+    assert calls is not None
+    assert calls.works == ("tool", "person", "")
+    session = recorded("s")
+    session["requests"][0]["stop"] = "end_turn"  # type: ignore[index]
+    (tmp_path / "s.json").write_text(json.dumps(session))
+    calls = load_trace(tmp_path / "s.json").calls
+    assert calls is not None
+    assert calls.works[0] == "person"
+    session["requests"][1]["stop"] = 3  # type: ignore[index]
+    (tmp_path / "s.json").write_text(json.dumps(session))
+    with pytest.raises(ConfigError, match="request 1: stop=3 must be a string"):
+        load_trace(tmp_path / "s.json")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +275,8 @@ def any_calls(draw) -> tuple[Calls, np.ndarray]:
         think_s=np.zeros(n),
         parent=np.array(parent, np.int32),
         shared_blocks=np.array(shared, np.int32),
-        inputs=("",) * n,
+        works=("",) * n,
+        chain=np.zeros(n, np.int32),
         common_tokens=draw(st.sampled_from([0, 64, 200])),
     )
     return calls, np.array(lengths, np.int32)

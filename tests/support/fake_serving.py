@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.config import SLO, CacheConfig, SchedulerConfig, SessionOrder
 from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.core.step import StepBatch
 from apt_jax.core.tiers import Tiers
@@ -77,6 +77,8 @@ class Served:
         lost=None,
         reserver: type[Reserver] = PlainReserver,
         disk: FakeDisk | None = None,
+        retention: str = "lru",
+        session_order: SessionOrder = "arrival",
     ) -> None:
         self.adapters = adapters
         self.clock = VirtualClock()
@@ -112,8 +114,10 @@ class Served:
             Checked(policy),
             self.clock,
             kinds,
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap),
-            CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, overlap=overlap, session_order=session_order
+            ),
+            CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching, retention=retention),
             costs=COSTS,
             vocab_size=VOCAB_SIZE,
             tiers=Tiers(host=self.executor.host if num_host_blocks else None, disk=disk),

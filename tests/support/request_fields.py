@@ -334,14 +334,12 @@ IGNORED = {
     "mm_processor_kwargs": "there are no media",
     "model": "a name of the model; another one is refused",
     "prediction": "only a hint for speed",
-    "prompt_cache_key": "prefixes are found without it",
     "prompt_cache_options": "prefixes are found without it",
     "prompt_cache_retention": "prefixes are kept while there is room",
     "return_mm_kwargs": "ignored by vLLM here as well",
     "return_token_offsets": "ignored by vLLM here as well",
     "routed_experts_prompt_start": "experts are not returned",
     "safety_identifier": "nothing is stored",
-    "session_id": "no routing by sessions",
     "store": "nothing is stored",
     "stream_interval": "pieces come as they are computed",
     "stream_options": "usage is in the last event",
@@ -361,7 +359,7 @@ def _of_endpoint(read: Callable[..., Any]) -> Callable[[EngineComponents, Body],
         kept = {k: v for k, v in fields.items() if k not in ("call_id", "created_s", "renamed", "output", "requests")}
         requests = [
             (r.prompt_token_ids.tolist(), dataclasses.replace(r.params, seed=None if "seed" not in body else r.params.seed),
-             r.slo_class, r.cache_salt)
+             r.slo_class, r.cache_salt, r.session_id)
             for r in made.requests
         ]  # fmt: skip
         call_id = made.call_id if "request_id" in body else None

@@ -73,6 +73,7 @@ def toy_parts(
     clock: Clock | None = None,
     adapters: Sequence[str] = (),
     share_prefixes: bool = False,
+    retention: str = "lru",
     vocab_size: int = VOCAB_SIZE,
     **scheduler: Any,
 ) -> EngineComponents:
@@ -88,7 +89,7 @@ def toy_parts(
     config = EngineConfig(
         model="toy",
         lora_modules={name: f"adapters/{name}" for name in adapters},
-        cache=CacheConfig(block_size=block_size, share_prefixes=share_prefixes),
+        cache=CacheConfig(block_size=block_size, share_prefixes=share_prefixes, retention=retention),
         scheduler=SchedulerConfig(
             policy=policy,
             max_num_seqs=max_num_seqs,

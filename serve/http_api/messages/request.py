@@ -211,10 +211,18 @@ def read_call(
     temperature = asked.temperature
     if temperature is not None and check_number("temperature", temperature) > MAX_TEMPERATURE:
         raise InvalidRequestError("temperature", f"{temperature} must lie in [0, 1]")
+    if asked.metadata is not None and asked.session_id is None:
+        chat["session_id"] = _session_of_user(asked.metadata.user_id)
     made = ChatBody(**chat, max_tokens=asked.max_tokens, temperature=temperature, stop=asked.stop_sequences)
     call = read_chat(parts, made, _NAMES, headers, arrival_s, tenant, constraint)
     hides = isinstance(asked.thinking, Mapping) and asked.thinking.get("display") == "omitted"
     return MessagesCall(chat=call, names=_NAMES, hides_thinking=hides)
+
+
+def _session_of_user(user_id: str | None) -> str | None:
+    """Return the session in a `user_id` as Claude Code writes it, ``user_..._session_ID``; None: it has none."""
+    _, mark, session = (user_id or "").rpartition("_session_")
+    return session if mark and session and session.isprintable() else None
 
 
 def count_tokens(parts: EngineComponents, body: Body) -> bytes:

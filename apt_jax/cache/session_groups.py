@@ -1,0 +1,191 @@
+"""Idle groups by session, in the order in which a retention policy evicts them.
+
+Each session has a list of least recent use, as `IdleGroups` is for all. A retention policy orders the sessions
+(`apt_jax.sched.retention`), and a session loses the end of its least recently used prefix first:
+
+    value   session   idle groups, the next to evict in front
+    0.1     7         E D C B A
+    0.8     3         H G          F is held: a call of the session runs
+    20      12        ...
+"""
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from apt_jax.cache.block_pool import require
+from apt_jax.cache.prefix_tree import IdleGroups, Node
+from apt_jax.core.step import NULL_BLOCK
+from apt_jax.sched.retention.sessions import SessionTable
+
+
+class SessionGroups(IdleGroups):
+    """First blocks of idle groups by session, and groups in host memory by session.
+
+    Args:
+        sessions: table whose columns `device_groups` and `host_groups` are kept up to date.
+        node_of: nodes by first block.
+        ranked: function that returns all sessions with idle groups or groups in host memory, lowest value first; None:
+            groups are evicted least recently used first, whatever their sessions.
+    """
+
+    def __init__(
+        self, sessions: SessionTable, node_of: dict[int, Node], ranked: Callable[[], list[int]] | None
+    ) -> None:
+        super().__init__()
+        self._sessions, self._node_of, self._ranked = sessions, node_of, ranked
+        self._of: dict[int, collections.OrderedDict[int, None]] = {}
+        self._place: dict[int, tuple[int, int]] = {}
+        self._in_host: dict[int, collections.OrderedDict[Node, None]] = {}
+        self._order: list[int] | None = None
+        self._at = 0
+        self._rank: dict[int, int] = {}
+
+    @property
+    def is_ranked(self) -> bool:
+        """True if sessions have an order; False: groups are evicted least recently used first."""
+        return self._ranked is not None
+
+    # --- on the device ---------------------------------------------------------------------------------------------
+
+    def add(self, first: int, kind: int, session: int) -> None:
+        self[first] = None
+        self._place[first] = session, kind
+        of = self._of.get(session)
+        if of is None:
+            of = self._of[session] = collections.OrderedDict()
+        of[first] = None
+        self._sessions.device_groups[session, kind] += 1
+
+    def __delitem__(self, first: int) -> None:
+        super().__delitem__(first)
+        session, kind = self._place.pop(first)
+        of = self._of[session]
+        del of[first]
+        if not of:
+            del self._of[session]
+        self._sessions.device_groups[session, kind] -= 1
+
+    def move_to_end(self, first: int, last: bool = True) -> None:
+        super().move_to_end(first, last)
+        self._of[self._place[first][0]].move_to_end(first, last)
+
+    def session_of(self, first: int) -> int:
+        """Return the session of an idle group."""
+        return self._place[first][0]
+
+    def claim(self, nodes: Sequence[Node], session: int) -> None:
+        """Move the idle groups of a path to a session that is about to use them; `nodes` lists parents first."""
+        for node in reversed(nodes):
+            if node.block in self._place:
+                kind = self._place[node.block][1]
+                del self[node.block]
+                self.add(node.block, kind, session)
+            elif node.block == NULL_BLOCK and node.session != session:
+                self.comes_back(node)
+                self.leaves(node, session)
+
+    def of(self, session: int) -> list[int]:
+        """Return the idle groups of a session, the next to evict first."""
+        return list(self._of.get(session, ()))
+
+    def has(self, session: int) -> bool:
+        """Return True if a session has idle groups or groups in host memory."""
+        return session in self._of or session in self._in_host
+
+    def victim(self) -> int:
+        if self._ranked is None:
+            return super().victim()
+        order = self._ranking()
+        while self._at < len(order) and order[self._at] not in self._of:
+            self._at += 1
+        if self._at == len(order):  # groups have become idle since the sessions were ranked
+            self.rank_again()
+            order = self._ranking()
+            while order[self._at] not in self._of:
+                self._at += 1
+        first = next(iter(self._of[order[self._at]]))
+        # A prefix that sessions share leaves after what follows it.
+        while (node := self._node_of.get(first)) is not None:
+            below = next((child.block for child in node.children if child.block in self), NULL_BLOCK)
+            if below == NULL_BLOCK:
+                break
+            first = below
+        return first
+
+    # --- in host memory ----------------------------------------------------------------------------------------------
+
+    def leaves(self, node: Node, session: int) -> None:
+        """Record that a group of a session is only in host memory from now on."""
+        node.session = session
+        self._in_host.setdefault(session, collections.OrderedDict())[node] = None
+        self._sessions.host_groups[session, node.kind] += 1
+
+    def comes_back(self, node: Node) -> None:
+        """Record that a group that was only in host memory is on the device again, or nowhere."""
+        of = self._in_host.get(node.session)
+        if of is not None and node in of:
+            del of[node]
+            if not of:
+                del self._in_host[node.session]
+            self._sessions.host_groups[node.session, node.kind] -= 1
+
+    def in_host(self, session: int) -> list[Node]:
+        """Return the groups of a session that are only in host memory, the next to drop first."""
+        return list(self._in_host.get(session, ()))
+
+    def to_drop(self, node: Node, may_drop: Callable[[Node], bool]) -> Node | None:
+        """Return the group to drop from host memory to make space for `node`; None: all that may be dropped are worth
+        more."""
+        order = self._ranking()
+        session = self._place[node.block][0] if node.block in self._place else node.session
+        own = self._rank.get(session, len(order))
+        for rank, each in enumerate(order):
+            if rank > own:
+                break
+            found = next((n for n in self._in_host.get(each, ()) if may_drop(n)), None)
+            if found is not None:
+                return found
+        return None
+
+    # --- order -----------------------------------------------------------------------------------------------------
+
+    def rank_again(self) -> None:
+        """Forget the order of the sessions; it is asked for again when it is needed."""
+        self._order = None
+
+    def _ranking(self) -> list[int]:
+        if self._order is None:
+            assert self._ranked is not None
+            self._order = self._ranked()
+            self._at = 0
+            self._rank = {session: rank for rank, session in enumerate(self._order)}
+        return self._order
+
+    def rows(self) -> Iterator[int]:
+        """Iterate over the sessions that have idle groups or groups in host memory."""
+        yield from self._of
+        yield from (session for session in self._in_host if session not in self._of)
+
+    def check_integrity(self) -> None:
+        """Recount the groups of every session.
+
+        Raises:
+            CacheIntegrityError: a group is lost or counted twice.
+        """
+        of = {first: session for session, firsts in self._of.items() for first in firsts}
+        require(
+            set(of) == set(self) and all(self._place[first][0] == session for first, session in of.items()),
+            "an idle group belongs to no session, or to two",
+        )
+        counted = np.zeros_like(self._sessions.device_groups)
+        for session, kind in self._place.values():
+            counted[session, kind] += 1
+        require((counted == self._sessions.device_groups).all(), "idle groups of sessions are miscounted")
+        counted[:] = 0
+        for session, nodes in self._in_host.items():
+            for node in nodes:
+                require(node.session == session and node.block == NULL_BLOCK, "a group in host memory has moved")
+                counted[session, node.kind] += 1
+        require((counted == self._sessions.host_groups).all(), "groups of sessions in host memory are miscounted")

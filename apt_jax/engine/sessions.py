@@ -1,0 +1,308 @@
+"""The sessions that an engine remembers, and its retention policy at work.
+
+A session is a chain of calls whose prompts begin alike (docs/sessions.md). A call names its session
+(`EngineRequest.session_id`), or belongs to the session whose idle groups hold most of its prompt, if these are at least
+half of the session's last call. Sessions of different tenants are different, whatever their names.
+
+Memory. Rows without groups and live calls are forgotten, the least recently used first, once there are more than
+`MAX_IDLE_SESSIONS`; a row takes about 150 bytes and its name. Sessions with groups are at most as many as groups.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache import HybridCache
+from apt_jax.cache.block_pool import require
+from apt_jax.cache.session_groups import SessionGroups
+from apt_jax.config import SessionOrder
+from apt_jax.costs.model import StepCosts
+from apt_jax.sched.request_table import RequestTable
+from apt_jax.sched.retention import LruRetention, Retention, RetentionView
+from apt_jax.sched.retention.sessions import NOBODY, WORKS, SessionTable
+from apt_jax.sched.retention.view import prefill_s
+from apt_jax.sched.step_packer import growth
+from apt_jax.sched.view import SchedulerView
+from apt_jax.utils.clock import Clock
+
+MAX_IDLE_SESSIONS = 16_384
+"""Number of remembered sessions without groups and live calls."""
+PLAS_LEVELS = 4096 * 2 ** np.arange(0, 20, 2)
+"""Tokens computed for a session at which its calls fall to the next level of `plas`, a factor of 4 apart."""
+_SWEEP = 256
+"""Sessions are forgotten in batches of at least this size."""
+_WATERMARK = 0.01
+"""Share of the pool that running requests may grow into, whatever is kept."""
+
+
+class Sessions:
+    """Assigns requests to sessions, ranks sessions for eviction, and keeps blocks from waiting requests.
+
+    Args:
+        cache: the cache, with prefix caching and without idle groups.
+        requests: table of the live requests.
+        retention: the policy; None: the least recently used groups are evicted first.
+        order: order of the waiting requests.
+        clock: the current time.
+        costs: function that returns the current cost model.
+
+    Attributes:
+        table: the sessions.
+        of: (capacity of `requests`,) row of each live request's session.
+    """
+
+    def __init__(
+        self,
+        cache: HybridCache,
+        requests: RequestTable,
+        retention: Retention | None,
+        order: SessionOrder,
+        clock: Clock,
+        costs: Callable[[], StepCosts],
+    ) -> None:
+        self.table = SessionTable()
+        self.retention: Retention = LruRetention() if retention is None else retention
+        self._order = order
+        self.of: dict[int, int] = {}
+        self._cache, self._requests, self._clock, self._costs = cache, requests, clock, costs
+        self._groups = SessionGroups(
+            self.table, cache.groups.prefixes.node_of, None if retention is None else self._ranked
+        )
+        cache.groups.use_sessions(self._groups)
+        self._named: collections.OrderedDict[tuple[int, str], int] = collections.OrderedDict()
+        self._name_of: dict[int, tuple[int, str]] = {}
+        self._unnamed: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._kept: set[int] = set()
+        self._num_released = 0
+
+    # --- calls -----------------------------------------------------------------------------------------------------
+
+    def arrived(self, row: int, name: str | None, hint_s: float | None) -> float:
+        """Assign a new, tracked request to its session; returns its `RequestStates.order`."""
+        now_s, requests = self._clock.now_s(), self._requests
+        tenant = int(requests.tenant[row])
+        session = self._continued(row) if name is None else self._named.get((tenant, name), NOBODY)
+        table = self.table
+        if session == NOBODY:
+            self._forget_some()
+            session = table.add()
+            table.tenant[session] = tenant
+            table.begun_s[session] = requests.arrival_s[row]
+            if name is None:
+                self._unnamed[session] = None
+            else:
+                self._named[tenant, name] = session
+                self._name_of[session] = (tenant, name)
+        elif name is not None:
+            self._named.move_to_end((tenant, name))
+        self.retention.returned(table, session, now_s)
+        if table.num_calls[session]:
+            table.last_gap_s[session] = max(now_s - float(table.ended_s[session]), 0.0)
+        table.num_live[session] += 1
+        table.is_over[session] = False
+        table.hint_s[session] = hint_s or 0.0
+        self.of[row] = session
+        self._cache.session_of[int(requests.rank[row])] = session
+        hits = self._cache.groups.tracker
+        if hits is not None:
+            for kind in hits.kinds_of(row) if hits.is_tracked(row) else ():
+                node = hits.node(row, kind)
+                self._groups.claim(node.path(node.depth), session)
+        if self._order == "program-fcfs":
+            return float(table.begun_s[session])
+        if self._order == "plas":
+            return float(np.searchsorted(PLAS_LEVELS, table.attained[session], side="right"))
+        return 0.0
+
+    def ordered(self, waiting: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the waiting requests in the order in which policies see them."""
+        if self._order != "hrrn" or waiting.size < 2:
+            return waiting
+        requests, costs = self._requests, self._costs()
+        total = requests.num_tokens[waiting].astype(np.float64)
+        cached = requests.cached_prefix_tokens[waiting].max(axis=1).astype(np.float64)
+        service_s = np.maximum(prefill_s(costs, total) - prefill_s(costs, cached), 1e-3)
+        waited_s = self._clock.now_s() - requests.arrival_s[waiting]
+        return waiting[np.argsort(-waited_s / service_s - 1.0 / service_s, kind="stable")]
+
+    def _continued(self, row: int) -> int:
+        """Return the session that a request without a name continues; `NOBODY`: none."""
+        hits, best = self._cache.groups.tracker, NOBODY
+        if hits is None or not hits.is_tracked(row):
+            return best
+        for kind in hits.kinds_of(row):
+            node = hits.node(row, kind)
+            if not node.depth:
+                continue
+            session = self._groups.session_of(node.block) if node.block in self._groups else node.session
+            if node.depth * self._cache.block_sizes[kind] * 2 >= self.table.num_tokens[session] > 0:
+                best = session
+        return best
+
+    def started(self, row: int, num_found: int) -> None:
+        """Record that a call starts to run for the first time."""
+        waited_s = self._clock.now_s() - float(self._requests.arrival_s[row])
+        self.retention.started(self.table, self.of[row], waited_s, num_found)
+
+    def ended(self, row: int, num_tokens: int, num_computed: int, work: str, *, has_run: bool) -> None:
+        """Record that a call has ended, whose groups have been released.
+
+        Args:
+            row: row of the request.
+            num_tokens: length of its prompt and output.
+            num_computed: number of positions computed for it.
+            work: kind of work that its answer asks for (`EngineRequest.work`).
+            has_run: False: it never ran, so it left nothing in the cache.
+        """
+        session = self.of.pop(row)
+        self._cache.session_of.pop(int(self._requests.rank[row]), None)
+        table = self.table
+        table.num_live[session] -= 1
+        if not has_run:
+            return
+        table.ended_s[session] = self._clock.now_s()
+        table.num_calls[session] += 1
+        table.num_tokens[session] = num_tokens
+        table.attained[session] += num_computed
+        table.work[session] = WORKS[work]
+        self.retention.ended(self._view(np.array([session], np.int32)))
+
+    def note_work(self, tenant: int, name: str, work: str) -> None:
+        """Record the kind of work that a session's last answer asks for; it is known once the answer has been parsed."""
+        session = self._named.get((tenant, name), NOBODY)
+        if session != NOBODY and self.table.work[session] != WORKS[work]:
+            self.table.work[session] = WORKS[work]
+            self.retention.ended(self._view(np.array([session], np.int32)))
+
+    def end(self, tenant: int, name: str) -> bool:
+        """End a session and free the blocks that only it needs; returns False if it is not known."""
+        session = self._named.get((tenant, name), NOBODY)
+        if session == NOBODY:
+            return False
+        self.table.is_over[session] = True
+        self.retention.forgotten(self.table, session, self._clock.now_s())
+        self._release(session)
+        self._cache.groups.end_session(session)
+        return True
+
+    def _forget_some(self) -> None:
+        """Forget sessions without groups and live calls if there are too many."""
+        if len(self._unnamed) > _SWEEP:
+            for session in list(self._unnamed)[:-1]:
+                self._forget(session)
+        num_bare = len(self._named) - MAX_IDLE_SESSIONS
+        if num_bare >= _SWEEP:
+            for (_, _), session in list(self._named.items())[: num_bare + _SWEEP]:
+                self._forget(session)
+
+    def _forget(self, session: int) -> None:
+        if self._groups.has(session) or self.table.num_live[session]:
+            return
+        if not self.table.is_over[session]:
+            self.retention.forgotten(self.table, session, self._clock.now_s())
+        name = self._name_of.pop(session, None)
+        if name is None:
+            del self._unnamed[session]
+        else:
+            del self._named[name]
+        self.table.remove(session)
+
+    # --- retention -------------------------------------------------------------------------------------------------
+
+    def retain(self, view: SchedulerView, *, is_stuck: bool) -> SchedulerView:
+        """Return the view in which kept blocks are not free, and let sessions be ranked again.
+
+        Args:
+            view: the view with all idle blocks free.
+            is_stuck: True: nothing ran in the last iteration, and nothing is in flight; fewer blocks are kept each time.
+        """
+        self._groups.rank_again()
+        self._num_released = 2 * self._num_released + 1 if is_stuck else 0
+        if not self.retention.keeps:
+            return view
+        kept, num_blocks = self._choose(view)
+        for session in self._kept - kept:
+            self._release(session)
+        for session in kept - self._kept:
+            self._kept.add(session)
+            self._cache.groups.keep(session, is_kept=True)
+        if not num_blocks:
+            return view
+        return dataclasses.replace(
+            view, free_blocks=view.free_blocks - num_blocks, shared_blocks=view.shared_blocks + num_blocks
+        )
+
+    def _release(self, session: int) -> None:
+        if session in self._kept:
+            self._kept.remove(session)
+            self._cache.groups.keep(session, is_kept=False)
+
+    def _choose(self, view: SchedulerView) -> tuple[set[int], int]:
+        """Return the kept sessions that waiting calls would use, and the number of blocks of all kept sessions."""
+        if not view.waiting.size:
+            return set(), 0
+        of_device = self._view(self._rows())
+        rows = self.retention.kept(of_device, view)[self._num_released :]
+        held = self.table.device_groups[rows] @ np.array(self._cache.blocks_per_group, np.int64)
+        if not rows.size:
+            return set(), 0
+        # Running requests come first: they would lose their cache otherwise.
+        spare = growth(view, view.running) + int(_WATERMARK * view.total_blocks)
+        room = view.free_blocks - spare
+        total = int(held.sum())
+        if total > room:
+            num = int(np.searchsorted(np.cumsum(held), total - room)) + 1
+            rows, total = rows[num:], total - int(held[:num].sum())
+        awaited = of_device.rows[of_device.awaited]
+        return set(rows[np.isin(rows, awaited)].tolist()), total
+
+    def _ranked(self) -> list[int]:
+        view = self._view(self._rows())
+        return view.rows[np.argsort(self.retention.values(view), kind="stable")].tolist()
+
+    def _rows(self) -> NDArray[np.int32]:
+        return np.fromiter(self._groups.rows(), np.int32)
+
+    def _view(self, rows: NDArray[np.int32]) -> RetentionView:
+        table, requests = self.table, self._requests
+        awaited = np.zeros(table.capacity, np.bool_)
+        live = np.fromiter(self.of, np.int32, len(self.of))
+        if live.size:
+            waits = (requests.kind[live] < 0) & (requests.num_preemptions[live] == 0)
+            awaited[[self.of[row] for row in live[waits].tolist()]] = True
+        return RetentionView(
+            now_s=self._clock.now_s(),
+            sessions=table,
+            rows=rows,
+            awaited=awaited[rows],
+            costs=self._costs(),
+            block_sizes=self._cache.block_sizes,
+            blocks_per_group=self._cache.blocks_per_group,
+            has_host=self._cache.tier is not None,
+            free_host_blocks=0 if self._cache.tier is None else self._cache.tier.pool.num_free,
+        )
+
+    # --- integrity -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Check the books against the requests and the cache.
+
+        Raises:
+            CacheIntegrityError: they differ.
+        """
+        table = self.table
+        live = np.zeros(table.capacity, np.int32)
+        for session in self.of.values():
+            live[session] += 1
+        require((live == table.num_live).all(), "live calls of sessions are miscounted")
+        require(set(self.of) == set(np.flatnonzero(self._requests.live).tolist()), "a request has no session")
+        self._groups.check_integrity()
+        known = {NOBODY, *self._named.values(), *self._unnamed}
+        require(known == set(np.flatnonzero(table.live).tolist()), "a session is lost")
+        require(set(self._groups.rows()) <= known, "groups belong to a forgotten session")
+        kept = self._cache.groups.is_kept
+        flagged = {self._groups.session_of(int(first)) for first in np.flatnonzero(kept)}
+        require(flagged <= self._kept, "groups are kept for a session that is not")
