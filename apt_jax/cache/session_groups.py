@@ -17,7 +17,7 @@ import numpy as np
 from apt_jax.cache.block_pool import require
 from apt_jax.cache.prefix_tree import IdleGroups, Node
 from apt_jax.core.step import NULL_BLOCK
-from apt_jax.sched.retention.sessions import SessionTable
+from apt_jax.sched.retention.sessions import NOBODY, SessionTable
 
 
 class SessionGroups(IdleGroups):
@@ -85,6 +85,18 @@ class SessionGroups(IdleGroups):
             elif node.block == NULL_BLOCK and node.session != session:
                 self.comes_back(node)
                 self.leaves(node, session)
+
+    def leave_behind(self, paths: Sequence[Sequence[Node]], session: int) -> None:
+        """Move the groups of a session that are not on these paths to `NOBODY`: the session has gone on without them."""
+        kept = {node for path in paths for node in path}
+        blocks = {node.block for node in kept}
+        for first in [first for first in self.of(session) if first not in blocks]:
+            kind = self._place[first][1]
+            del self[first]
+            self.add(first, kind, NOBODY)
+        for node in [node for node in self.in_host(session) if node not in kept]:
+            self.comes_back(node)
+            self.leaves(node, NOBODY)
 
     def of(self, session: int) -> list[int]:
         """Return the idle groups of a session, the next to evict first."""

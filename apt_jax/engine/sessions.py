@@ -107,10 +107,13 @@ class Sessions:
         self.of[row] = session
         self._cache.session_of[int(requests.rank[row])] = session
         hits = self._cache.groups.tracker
-        if hits is not None:
-            for kind in hits.kinds_of(row) if hits.is_tracked(row) else ():
-                node = hits.node(row, kind)
-                self._groups.claim(node.path(node.depth), session)
+        if hits is not None and hits.is_tracked(row):
+            nodes = [hits.node(row, kind) for kind in hits.kinds_of(row)]
+            paths = [node.path(node.depth) for node in nodes]
+            for path in paths:
+                self._groups.claim(path, session)
+            if table.num_live[session] == 1 and session not in self._kept:
+                self._groups.leave_behind(paths, session)
         if self._order == "program-fcfs":
             return float(table.begun_s[session])
         if self._order == "plas":

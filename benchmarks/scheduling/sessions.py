@@ -35,8 +35,9 @@ RESULTS = Path(__file__).parents[1] / "results" / "sessions"
 MODEL, HARDWARE, LONGEST, HOST_GIB = "llama-3-8b", "h100-80gb", 262_144, 64.0
 SYSTEMS: tuple[tuple[str, SessionOrder], ...] = (
     ("lru", "arrival"), ("lru", "program-fcfs"), ("lru", "plas"), ("lru", "hrrn"),
-    ("ttl", "arrival"), ("cache-ttl", "arrival"), ("cache-ttl", "program-fcfs"), ("progress-ttl", "arrival"),
-    ("knapsack", "arrival"), ("knapsack", "hrrn"), ("clairvoyant", "arrival"), ("clairvoyant", "hrrn"),
+    ("ttl", "arrival"), ("cache-ttl", "program-fcfs"), ("progress-ttl", "arrival"), ("progress-ttl", "hrrn"),
+    ("knapsack", "arrival"), ("knapsack", "hrrn"), ("knapsack?keeps=true", "hrrn"),
+    ("clairvoyant", "arrival"), ("clairvoyant", "hrrn"),
 )  # fmt: skip
 MEASURES = ("completion_mean_s", "slowdown_mean", "ttft_p50_s", "ttft_p90_s", "ttft_first_p90_s", "hit")
 
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser, requests=40, seeds=10, out=RESULTS)
     parser.add_argument("--trace", default="agents", help="recorded sessions, or generated ones (default: agents)")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.006, 0.012, 0.018], help="sessions per second")
-    parser.add_argument("--policy", default="apt-plus")
+    parser.add_argument("--policy", default="vllm-v1")
     parser.add_argument("--unit", type=int, default=32, help="tokens that one simulated token stands for")
     args = parser.parse_args(argv)
     runs = Runs.from_args(args)

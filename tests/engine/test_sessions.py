@@ -17,7 +17,7 @@ from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import Served, prompt
 
 ORDERS = typing.get_args(SessionOrder)
-RETENTIONS = ("lru", "ttl?ttl_s=0.5", "ttl?ttl_s=0.5&pins=true", "cache-ttl", "progress-ttl?num_records=3", "knapsack", "knapsack?keeps=false")  # fmt: skip
+RETENTIONS = ("lru", "ttl?ttl_s=0.5", "ttl?ttl_s=0.5&pins=true", "cache-ttl", "progress-ttl?num_records=3", "knapsack", "knapsack?keeps=true")  # fmt: skip
 
 
 def call(
@@ -71,7 +71,7 @@ def test_random_sessions_get_the_tokens_that_they_get_alone(overlap):
             num_host_blocks=int(rng.choice([0, 10, 40])),
             lost=None if seed % 7 else lambda rng=rng: bool(rng.random() < 0.1),
             fault=fault,
-            retention=RETENTIONS[seed % len(RETENTIONS)] if seed % 3 else "knapsack",
+            retention=RETENTIONS[seed % len(RETENTIONS)] if seed % 3 else "knapsack?keeps=true",
             session_order=ORDERS[seed % len(ORDERS)],
         )
         last: dict[int, str] = {}
@@ -147,6 +147,24 @@ def test_blocks_of_the_least_value_leave_host_memory_first():
     back = call(served, after(served, person, 2, 9), session="person")
     served.drain()
     assert num_cached(served, back) < 30
+    served.assert_as_expected()
+
+
+def test_blocks_that_a_sessions_next_call_does_not_use_leave_first():
+    """A context that was compacted, against a person who thinks."""
+    served = Served("fcfs", num_blocks=64, offered=(True, False), retention="knapsack")
+    call(served, prompt(30, seed=1), session="a", work="tool")
+    served.drain()
+    person = call(served, prompt(30, seed=2), session="b", work="person")
+    served.drain()
+    compacted = call(served, prompt(30, seed=3), session="a", work="tool")
+    served.drain()
+    call(served, prompt(30, seed=4), session="c", work="tool")
+    served.drain()
+    for before, session in ((person, "b"), (compacted, "a")):
+        again = call(served, after(served, before, 2, 9), session=session)
+        served.drain()
+        assert num_cached(served, again) > 20
     served.assert_as_expected()
 
 

@@ -27,15 +27,15 @@ class KnapsackRetention(LruRetention):
     `saved_s` the prefill that the next call saves. The session with the lowest density loses its blocks first: to host
     memory, and from there the lowest of all again.
 
-    Before each scheduling decision, idle blocks compete with the waiting requests (`kept`). A block that a request
-    takes pushes another to host memory, and the block of the lowest density out of it. A lost second of device time
-    delays all n live requests, and a block that is held back delays the requests that wait for it, so blocks are
-    released, the lowest density first, until
+    With `keeps`, idle blocks also compete with the waiting requests before each scheduling decision (`kept`). A block
+    that a request takes pushes another to host memory, and the block of the lowest density out of it. A block that is
+    held back delays the requests that wait for it by as much time as it is held, so blocks are released, the lowest
+    density first, until
 
-        density * n >= weight of the requests that do not fit / blocks that they need
+        density >= weight of the requests that do not fit / blocks that they need
 
     where a request weighs 1, and 1 more for each TTFT objective that it has waited. Sessions whose next call waits are
-    kept for it.
+    kept for it. In the measurements (docs/lab/sessions.md) this gains nothing where there is host memory.
 
     Args:
         name: name of the policy.
@@ -43,7 +43,7 @@ class KnapsackRetention(LruRetention):
         min_own: number of gaps of one sort after which they count, instead of those of all sorts (`GapRecord`).
     """
 
-    def __init__(self, name: str = "knapsack", *, keeps: bool = True, min_own: int = 64) -> None:
+    def __init__(self, name: str = "knapsack", *, keeps: bool = False, min_own: int = 64) -> None:
         if min_own < 1:
             raise ConfigError(f"min_own={min_own} must be at least 1")
         self.name, self.keeps = name, keeps
@@ -97,8 +97,7 @@ class KnapsackRetention(LruRetention):
         num_fit = np.searchsorted(needed, free, side="right") - 1
         lacking = needed[-1] - needed[num_fit]
         price = np.where(lacking > 0, (behind[-1] - behind[num_fit]) / np.maximum(lacking, 1), 0.0)
-        num_live = waiting.size + scheduler.running.size
-        stays = density * num_live >= price[:-1]
+        stays = density >= price[:-1]
         released = int(lost[int(np.argmax(stays))]) if stays.any() else total
         return rows[on_device & (np.cumsum(held) > released)]
 
@@ -110,7 +109,7 @@ class ClairvoyantRetention(KnapsackRetention):
     blocks first. `SessionTable.hint_s` holds the true gap after the next answer; inf: no call follows.
     """
 
-    def __init__(self, name: str = "clairvoyant", *, keeps: bool = True) -> None:
+    def __init__(self, name: str = "clairvoyant", *, keeps: bool = False) -> None:
         super().__init__(name, keeps=keeps)
 
     def index(self, view: RetentionView) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ UNKNOWN, TOOL, PERSON = range(3)
 WORKS = {"": UNKNOWN, "tool": TOOL, "person": PERSON}
 """Numbers of `EngineRequest.work`."""
 NOBODY = 0
-"""Row of the groups that belong to no session, such as groups read from disk."""
+"""Row of the groups that belong to no session, such as groups that a session's next call does not use."""
 
 
 class SessionTable(ColumnTable):
@@ -35,7 +35,7 @@ class SessionTable(ColumnTable):
     def __init__(self, capacity: int = 64) -> None:
         super().__init__(capacity)
         self._free = list(range(capacity - 1, NOBODY, -1))
-        self.live[NOBODY] = True
+        self.live[NOBODY] = self.is_over[NOBODY] = True
 
     def add(self) -> int:
         """Add a session and return its row. A full table grows."""
