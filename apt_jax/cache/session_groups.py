@@ -152,6 +152,8 @@ class SessionGroups(IdleGroups):
         more."""
         order = self._ranking()
         session = self._place[node.block][0] if node.block in self._place else node.session
+        if not self._rank:
+            self._rank.update((session, rank) for rank, session in enumerate(order))
         own = self._rank.get(session, len(order))
         for rank, each in enumerate(order):
             if rank > own:
@@ -172,7 +174,7 @@ class SessionGroups(IdleGroups):
             assert self._ranked is not None
             self._order = self._ranked()
             self._at = 0
-            self._rank = {session: rank for rank, session in enumerate(self._order)}
+            self._rank.clear()
         return self._order
 
     def rows(self) -> Iterator[int]:

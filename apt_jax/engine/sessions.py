@@ -19,6 +19,7 @@ from apt_jax.cache import HybridCache
 from apt_jax.cache.block_pool import require
 from apt_jax.cache.session_groups import SessionGroups
 from apt_jax.config import SessionOrder
+from apt_jax.core.step import NULL_BLOCK
 from apt_jax.costs.model import StepCosts
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.retention import LruRetention, Retention, RetentionView
@@ -33,7 +34,9 @@ MAX_IDLE_SESSIONS = 16_384
 PLAS_LEVELS = 4096 * 2 ** np.arange(0, 20, 2)
 """Tokens computed for a session at which its calls fall to the next level of `plas`, a factor of 4 apart."""
 _SWEEP = 256
-"""Sessions are forgotten in batches of at least this size."""
+"""Number of new sessions, at least, between two searches for sessions to forget."""
+_RANK_S = 0.05
+"""Sessions are ranked again after so many seconds, and when a call arrives."""
 _WATERMARK = 0.01
 """Share of the pool that running requests may grow into, whatever is kept."""
 
@@ -75,7 +78,9 @@ class Sessions:
         self._named: collections.OrderedDict[tuple[int, str], int] = collections.OrderedDict()
         self._name_of: dict[int, tuple[int, str]] = {}
         self._unnamed: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._sweep_unnamed_at, self._sweep_named_at = _SWEEP, MAX_IDLE_SESSIONS + _SWEEP
         self._kept: set[int] = set()
+        self._rank_at_s = 0.0
         self._num_released = 0
 
     # --- calls -----------------------------------------------------------------------------------------------------
@@ -105,6 +110,7 @@ class Sessions:
         table.is_over[session] = False
         table.hint_s[session] = hint_s or 0.0
         self.of[row] = session
+        self._rank_at_s = 0.0
         self._cache.session_of[int(requests.rank[row])] = session
         hits = self._cache.groups.tracker
         if hits is not None and hits.is_tracked(row):
@@ -140,7 +146,12 @@ class Sessions:
             node = hits.node(row, kind)
             if not node.depth:
                 continue
-            session = self._groups.session_of(node.block) if node.block in self._groups else node.session
+            if node.block in self._groups:
+                session = self._groups.session_of(node.block)
+            elif node.block == NULL_BLOCK:
+                session = node.session
+            else:  # another call holds it
+                continue
             if node.depth * self._cache.block_sizes[kind] * 2 >= self.table.num_tokens[session] > 0:
                 best = session
         return best
@@ -193,13 +204,16 @@ class Sessions:
 
     def _forget_some(self) -> None:
         """Forget sessions without groups and live calls if there are too many."""
-        if len(self._unnamed) > _SWEEP:
-            for session in list(self._unnamed)[:-1]:
+        if len(self._unnamed) >= self._sweep_unnamed_at:
+            for session in list(self._unnamed):
                 self._forget(session)
-        num_bare = len(self._named) - MAX_IDLE_SESSIONS
-        if num_bare >= _SWEEP:
-            for (_, _), session in list(self._named.items())[: num_bare + _SWEEP]:
+            self._sweep_unnamed_at = 2 * len(self._unnamed) + _SWEEP
+        if len(self._named) >= self._sweep_named_at:
+            for session in list(self._named.values()):  # the least recently used first
+                if len(self._named) <= MAX_IDLE_SESSIONS:
+                    break
                 self._forget(session)
+            self._sweep_named_at = max(len(self._named), MAX_IDLE_SESSIONS) + _SWEEP
 
     def _forget(self, session: int) -> None:
         if self._groups.has(session) or self.table.num_live[session]:
@@ -222,7 +236,9 @@ class Sessions:
             view: the view with all idle blocks free.
             is_stuck: True: nothing ran in the last iteration, and nothing is in flight; fewer blocks are kept each time.
         """
-        self._groups.rank_again()
+        if view.now_s >= self._rank_at_s:
+            self._rank_at_s = view.now_s + _RANK_S
+            self._groups.rank_again()
         self._num_released = 2 * self._num_released + 1 if is_stuck else 0
         if not self.retention.keeps:
             return view
@@ -264,10 +280,11 @@ class Sessions:
 
     def _ranked(self) -> list[int]:
         view = self._view(self._rows())
-        return view.rows[np.argsort(self.retention.values(view), kind="stable")].tolist()
+        return view.rows[np.argsort(self.retention.values(view))].tolist()
 
     def _rows(self) -> NDArray[np.int32]:
-        return np.fromiter(self._groups.rows(), np.int32)
+        table = self.table
+        return np.flatnonzero(table.device_groups.any(axis=1) | table.host_groups.any(axis=1)).astype(np.int32)
 
     def _view(self, rows: NDArray[np.int32]) -> RetentionView:
         table, requests = self.table, self._requests

@@ -92,7 +92,7 @@ class GapRecord:
         slot = np.clip(np.searchsorted(_AGES_S, age_s, side="right") - 1, 0, _AGES_S.size - 1)
         length, num = np.searchsorted(_LENGTHS_S, last_gap_s), _LENGTHS_S.size + 1
         code = (np.minimum(tenant, MAX_TENANTS).astype(np.int64) * len(PRIOR_S) + work) * num + length
-        for each in np.unique(code).tolist():
+        for each in np.flatnonzero(np.bincount(code)).tolist():
             rest, of_length = divmod(each, num)
             of, kind = divmod(rest, len(PRIOR_S))
             same = code == each

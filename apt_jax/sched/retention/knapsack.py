@@ -66,8 +66,9 @@ class KnapsackRetention(LruRetention):
         sessions, rows = view.sessions, view.rows
         density = self.index(view) * view.saved_s / np.maximum(view.device_blocks + view.host_blocks, 1)
         density[sessions.is_over[rows]] = -1.0
-        first = _AWAITED / (1.0 + np.argsort(np.argsort(sessions.begun_s[rows], kind="stable"), kind="stable"))
-        return np.where(view.awaited, first, density)
+        if view.awaited.any():  # the session that began first is worth the most
+            density[view.awaited] = _AWAITED / (1.0 + sessions.begun_s[rows[view.awaited]])
+        return density
 
     def index(self, view: RetentionView) -> NDArray[np.float64]:
         """Return the (n,) rates at which the sessions return, per second."""
