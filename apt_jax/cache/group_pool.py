@@ -96,7 +96,7 @@ class GroupPool:
     def use_sessions(self, sessions: SessionGroups) -> None:
         """Evict idle groups in the order of sessions; no group may be idle."""
         self.sessions = self.prefixes.idle = sessions
-        if self.tier is not None and sessions.is_ranked:
+        if self.tier is not None:
             self.tier.sessions = sessions
 
     def keep(self, session: int, *, is_kept: bool) -> None:
@@ -110,18 +110,30 @@ class GroupPool:
                 if node is not None and node.num_below and node.parent is not None and node.parent.block not in same:
                     self.tracker.used(node)
 
+    def unkeep(self, nodes: Sequence[Node]) -> None:
+        """Count the idle groups of a path as free again."""
+        blocks = [node.block for node in nodes]
+        if self.is_kept[blocks].any():
+            self.is_kept[blocks] = False
+            self.is_kept[NULL_BLOCK] = False
+            if self.tracker is not None:
+                self.tracker.used(nodes[0])
+
     def end_session(self, session: int) -> None:
         """Free the idle groups of a session that no other session's prefix needs, also in host memory."""
         assert self.sessions is not None
-        for first in self.sessions.of(session):
-            node = self.prefixes.node_of.get(first)
-            if node is None:
-                self._discard(first)
-            elif not node.children:
-                self.drop(node)
-        for node in self.sessions.in_host(session):
-            if not node.children and self.prefixes.find(node.kind, node.digest) is node:
-                self.drop(node)
+        before = -1
+        while (left := self.sessions.num_groups(session)) != before:  # ends after its beginning, wherever both are
+            before = left
+            for node in self.sessions.in_host(session):
+                if not node.children:
+                    self.drop(node)
+            for first in self.sessions.of(session):
+                node = self.prefixes.node_of.get(first)
+                if node is None:
+                    self._discard(first)
+                elif not node.children:
+                    self.drop(node)
 
     # --- allocation ------------------------------------------------------------------------------------------------
 
@@ -395,14 +407,17 @@ class GroupPool:
             return
         self.is_expected[:] = False
         todo = [node for root in self.prefixes.roots for node in root.children]
+        leaving: list[Node] = []
         while todo:
             node = todo.pop()
             if not node.host:
                 self.drop(node)
                 continue
             if node.block != NULL_BLOCK:
-                self._leave_device(node)
+                leaving.append(node)
             todo.extend(node.children)
+        for node in reversed(leaving):  # later groups of a prefix are dropped first
+            self._leave_device(node)
         for first in list(self.prefixes.idle):
             self._discard(first)
 
@@ -507,6 +522,8 @@ class GroupPool:
         """
         tier = self.tier
         assert tier is not None
+        if self.sessions is not None:
+            self.sessions.drops_any = True  # what has been written may go
         nodes = [
             self.prefixes.node_of[first] for first in reversed(self.prefixes.idle) if first in self.prefixes.node_of
         ]

@@ -143,11 +143,12 @@ class HostTier:
         for copy in self.copies:
             if copy not in self.pinned and copy not in self.saves:
                 return copy
-        if self.sessions is not None:
+        is_ranked = self.sessions is not None and self.sessions.is_ranked
+        if self.sessions is not None and is_ranked:
             found = self.sessions.to_drop(node, self._may_drop)
             if found is not None:
                 return found
-        for _ in range(min(len(self.only), _LOOKED_AT) if self.sessions is None else 0):
+        for _ in range(0 if is_ranked else min(len(self.only), _LOOKED_AT)):
             found = next(iter(self.only))
             if found in self.pinned or found.num_below or _is_above(found, node):
                 self.only.move_to_end(found)

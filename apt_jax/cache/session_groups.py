@@ -10,6 +10,7 @@ Each session has a list of least recent use, as `IdleGroups` is for all. A reten
 """
 
 import collections
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -18,6 +19,9 @@ from apt_jax.cache.block_pool import require
 from apt_jax.cache.prefix_tree import IdleGroups, Node
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.retention.sessions import NOBODY, SessionTable
+
+_LOOKED_AT = 64
+"""Maximum number of sessions, and of groups of each, examined in the search for a group to drop."""
 
 
 class SessionGroups(IdleGroups):
@@ -39,7 +43,9 @@ class SessionGroups(IdleGroups):
         self._place: dict[int, tuple[int, int]] = {}
         self._in_host: dict[int, collections.OrderedDict[Node, None]] = {}
         self._order: list[int] | None = None
-        self._at = 0
+        self._at = self._host_at = 0
+        self.drops_any = False
+        """True: any group may be dropped from host memory for any other."""
         self._rank: dict[int, int] = {}
 
     @property
@@ -102,6 +108,10 @@ class SessionGroups(IdleGroups):
         """Return the idle groups of a session, the next to evict first."""
         return list(self._of.get(session, ()))
 
+    def num_groups(self, session: int) -> int:
+        """Return the number of a session's idle groups and groups in host memory."""
+        return len(self._of.get(session, ())) + len(self._in_host.get(session, ()))
+
     def has(self, session: int) -> bool:
         """Return True if a session has idle groups or groups in host memory."""
         return session in self._of or session in self._in_host
@@ -117,12 +127,19 @@ class SessionGroups(IdleGroups):
             order = self._ranking()
             while order[self._at] not in self._of:
                 self._at += 1
-        first = next(iter(self._of[order[self._at]]))
-        # A prefix that sessions share leaves after what follows it.
+        session = order[self._at]
+        first = next(iter(self._of[session]))
+        # A prefix leaves after all that follows it; if another session's groups do, it belongs to that session.
         while (node := self._node_of.get(first)) is not None:
             below = next((child.block for child in node.children if child.block in self), NULL_BLOCK)
             if below == NULL_BLOCK:
                 break
+            if self._place[below][0] != session:
+                kind = self._place[first][1]
+                owner = self._place[below][0]
+                del self[first]
+                self.add(first, kind, owner)
+                return self.victim()
             first = below
         return first
 
@@ -132,6 +149,7 @@ class SessionGroups(IdleGroups):
         """Record that a group of a session is only in host memory from now on."""
         node.session = session
         self._in_host.setdefault(session, collections.OrderedDict())[node] = None
+        self._host_at = min(self._host_at, self._rank.get(session, 0))
         self._sessions.host_groups[session, node.kind] += 1
 
     def comes_back(self, node: Node) -> None:
@@ -148,19 +166,27 @@ class SessionGroups(IdleGroups):
         return list(self._in_host.get(session, ()))
 
     def to_drop(self, node: Node, may_drop: Callable[[Node], bool]) -> Node | None:
-        """Return the group to drop from host memory to make space for `node`; None: all that may be dropped are worth
-        more."""
+        """Return the group to drop from host memory to make space for `node`; None: all that were looked at may not be
+        dropped, or are worth more.
+
+        Any group may be dropped for one that others build on, and for one that is not on the device.
+        """
         order = self._ranking()
-        session = self._place[node.block][0] if node.block in self._place else node.session
         if not self._rank:
             self._rank.update((session, rank) for rank, session in enumerate(order))
-        own = self._rank.get(session, len(order))
-        for rank, each in enumerate(order):
-            if rank > own:
+        own = len(order)
+        if node.block in self._place and not node.children and not self.drops_any:
+            own = self._rank.get(self._place[node.block][0], own)
+        while self._host_at < len(order) and order[self._host_at] not in self._in_host:
+            self._host_at += 1
+        looked_at = 0
+        for each in itertools.islice(order, self._host_at, own + 1):
+            for found in itertools.islice(self._in_host.get(each, ()), _LOOKED_AT):
+                if found is not node.parent and may_drop(found):
+                    return found
+            looked_at += each in self._in_host
+            if looked_at == _LOOKED_AT:
                 break
-            found = next((n for n in self._in_host.get(each, ()) if may_drop(n)), None)
-            if found is not None:
-                return found
         return None
 
     # --- order -----------------------------------------------------------------------------------------------------
@@ -173,7 +199,7 @@ class SessionGroups(IdleGroups):
         if self._order is None:
             assert self._ranked is not None
             self._order = self._ranked()
-            self._at = 0
+            self._at = self._host_at = 0
             self._rank.clear()
         return self._order
 

@@ -62,7 +62,6 @@ plans into batches, `TokenCommitter` turns results into outputs, `Recovery` hand
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -316,15 +315,6 @@ class Engine:
             return False
         self.states.preempt(state.row)
         return True
-
-    def note_work(self, session_id: str, work: Literal["", "tool", "person"], tenant: str | None = None) -> None:
-        """Record the kind of work that the last answer of a session asks for: a tool's, a person's, or unknown.
-
-        Retention policies learn from it how long the session stays away. An unknown session is ignored.
-        """
-        number = self.states.tenants.get(tenant)
-        if self.states.sessions is not None and number is not None:
-            self.states.sessions.note_work(number, session_id, work)
 
     def end_session(self, session_id: str, tenant: str | None = None) -> bool:
         """End a session: cached blocks that only it needs are freed. Its live calls go on.

@@ -36,7 +36,7 @@ PLAS_LEVELS = 4096 * 2 ** np.arange(0, 20, 2)
 _SWEEP = 256
 """Number of new sessions, at least, between two searches for sessions to forget."""
 _RANK_S = 0.05
-"""Sessions are ranked again after so many seconds, and when a call arrives."""
+"""Sessions are ranked again after this many seconds, and when a call arrives."""
 _WATERMARK = 0.01
 """Share of the pool that running requests may grow into, whatever is kept."""
 
@@ -75,11 +75,11 @@ class Sessions:
             self.table, cache.groups.prefixes.node_of, None if retention is None else self._ranked
         )
         cache.groups.use_sessions(self._groups)
-        self._named: collections.OrderedDict[tuple[int, str], int] = collections.OrderedDict()
+        self._named: collections.OrderedDict[tuple[int, str], list[int]] = collections.OrderedDict()
         self._name_of: dict[int, tuple[int, str]] = {}
         self._unnamed: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._sweep_unnamed_at, self._sweep_named_at = _SWEEP, MAX_IDLE_SESSIONS + _SWEEP
-        self._kept: set[int] = set()
+        self._kept: dict[int, int] = {}
         self._rank_at_s = 0.0
         self._num_released = 0
 
@@ -87,22 +87,14 @@ class Sessions:
 
     def arrived(self, row: int, name: str | None, hint_s: float | None) -> float:
         """Assign a new, tracked request to its session; returns its `RequestStates.order`."""
-        now_s, requests = self._clock.now_s(), self._requests
+        now_s, requests, table = self._clock.now_s(), self._requests, self.table
         tenant = int(requests.tenant[row])
-        session = self._continued(row) if name is None else self._named.get((tenant, name), NOBODY)
-        table = self.table
+        key = None if name is None else (tenant, name)
+        session = self._continued(row, tenant, key)
         if session == NOBODY:
-            self._forget_some()
-            session = table.add()
-            table.tenant[session] = tenant
-            table.begun_s[session] = requests.arrival_s[row]
-            if name is None:
-                self._unnamed[session] = None
-            else:
-                self._named[tenant, name] = session
-                self._name_of[session] = (tenant, name)
-        elif name is not None:
-            self._named.move_to_end((tenant, name))
+            session = self._new(tenant, key, float(requests.arrival_s[row]))
+        elif key is not None:
+            self._named.move_to_end(key)
         self.retention.returned(table, session, now_s)
         if table.num_calls[session]:
             table.last_gap_s[session] = max(now_s - float(table.ended_s[session]), 0.0)
@@ -116,7 +108,8 @@ class Sessions:
         if hits is not None and hits.is_tracked(row):
             nodes = [hits.node(row, kind) for kind in hits.kinds_of(row)]
             paths = [node.path(node.depth) for node in nodes]
-            for path in paths:
+            for path in filter(None, paths):
+                self._cache.groups.unkeep(path)
                 self._groups.claim(path, session)
             if table.num_live[session] == 1 and session not in self._kept:
                 self._groups.leave_behind(paths, session)
@@ -137,24 +130,44 @@ class Sessions:
         waited_s = self._clock.now_s() - requests.arrival_s[waiting]
         return waiting[np.argsort(-waited_s / service_s - 1.0 / service_s, kind="stable")]
 
-    def _continued(self, row: int) -> int:
-        """Return the session that a request without a name continues; `NOBODY`: none."""
-        hits, best = self._cache.groups.tracker, NOBODY
-        if hits is None or not hits.is_tracked(row):
-            return best
-        for kind in hits.kinds_of(row):
+    def _continued(self, row: int, tenant: int, key: tuple[int, str] | None) -> int:
+        """Return the session that a request continues; `NOBODY`: none.
+
+        It is the session of the same name and tenant whose groups hold most of its last call. A name may stand for
+        several chains of calls, such as those of subagents. If none is found, it is one that has lost its cache.
+        """
+        hits, table, of_name = self._cache.groups.tracker, self.table, self._named.get(key, []) if key else None
+        for kind in hits.kinds_of(row) if hits is not None and hits.is_tracked(row) else ():
+            assert hits is not None
             node = hits.node(row, kind)
-            if not node.depth:
-                continue
             if node.block in self._groups:
                 session = self._groups.session_of(node.block)
-            elif node.block == NULL_BLOCK:
+            elif node.block == NULL_BLOCK and node.depth:
                 session = node.session
-            else:  # another call holds it
+            else:  # a root, or another call holds it
                 continue
-            if node.depth * self._cache.block_sizes[kind] * 2 >= self.table.num_tokens[session] > 0:
-                best = session
-        return best
+            is_same = session in of_name if of_name is not None else session in self._unnamed
+            is_most = node.depth * self._cache.block_sizes[kind] * 2 >= table.num_tokens[session] > 0
+            if is_same and is_most and table.tenant[session] == tenant:
+                return session
+        bare = (r for r in reversed(of_name or ()) if not self._groups.has(r) and not table.num_live[r])
+        return next(bare, NOBODY)
+
+    def _new(self, tenant: int, key: tuple[int, str] | None, now_s: float) -> int:
+        self._forget_some()
+        session = self.table.add()
+        self.table.tenant[session] = tenant
+        self.table.begun_s[session] = now_s
+        if key is None:
+            self._unnamed[session] = None
+            return session
+        chains = self._named.setdefault(key, [])
+        if chains:
+            self.table.begun_s[session] = self.table.begun_s[chains[0]]
+            self.table.attained[session] = self.table.attained[chains[-1]]
+        chains.append(session)
+        self._name_of[session] = key
+        return session
 
     def started(self, row: int, num_found: int) -> None:
         """Record that a call starts to run for the first time."""
@@ -184,23 +197,16 @@ class Sessions:
         table.work[session] = WORKS[work]
         self.retention.ended(self._view(np.array([session], np.int32)))
 
-    def note_work(self, tenant: int, name: str, work: str) -> None:
-        """Record the kind of work that a session's last answer asks for; it is known once the answer has been parsed."""
-        session = self._named.get((tenant, name), NOBODY)
-        if session != NOBODY and self.table.work[session] != WORKS[work]:
-            self.table.work[session] = WORKS[work]
-            self.retention.ended(self._view(np.array([session], np.int32)))
-
     def end(self, tenant: int, name: str) -> bool:
         """End a session and free the blocks that only it needs; returns False if it is not known."""
-        session = self._named.get((tenant, name), NOBODY)
-        if session == NOBODY:
-            return False
-        self.table.is_over[session] = True
-        self.retention.forgotten(self.table, session, self._clock.now_s())
-        self._release(session)
-        self._cache.groups.end_session(session)
-        return True
+        chains = self._named.get((tenant, name), [])
+        for session in chains:
+            if not self.table.is_over[session]:
+                self.table.is_over[session] = True
+                self.retention.forgotten(self.table, session, self._clock.now_s())
+            self._release(session)
+            self._cache.groups.end_session(session)
+        return bool(chains)
 
     def _forget_some(self) -> None:
         """Forget sessions without groups and live calls if there are too many."""
@@ -208,12 +214,12 @@ class Sessions:
             for session in list(self._unnamed):
                 self._forget(session)
             self._sweep_unnamed_at = 2 * len(self._unnamed) + _SWEEP
-        if len(self._named) >= self._sweep_named_at:
-            for session in list(self._named.values()):  # the least recently used first
-                if len(self._named) <= MAX_IDLE_SESSIONS:
+        if len(self._name_of) >= self._sweep_named_at:
+            for session in [session for chains in self._named.values() for session in chains]:
+                if len(self._name_of) <= MAX_IDLE_SESSIONS:  # the least recently used names first
                     break
                 self._forget(session)
-            self._sweep_named_at = max(len(self._named), MAX_IDLE_SESSIONS) + _SWEEP
+            self._sweep_named_at = max(len(self._name_of), MAX_IDLE_SESSIONS) + _SWEEP
 
     def _forget(self, session: int) -> None:
         if self._groups.has(session) or self.table.num_live[session]:
@@ -224,7 +230,9 @@ class Sessions:
         if name is None:
             del self._unnamed[session]
         else:
-            del self._named[name]
+            self._named[name].remove(session)
+            if not self._named[name]:
+                del self._named[name]
         self.table.remove(session)
 
     # --- retention -------------------------------------------------------------------------------------------------
@@ -243,11 +251,13 @@ class Sessions:
         if not self.retention.keeps:
             return view
         kept, num_blocks = self._choose(view)
-        for session in self._kept - kept:
+        for session in self._kept.keys() - kept:
             self._release(session)
-        for session in kept - self._kept:
-            self._kept.add(session)
-            self._cache.groups.keep(session, is_kept=True)
+        for session in kept:
+            num = self._groups.num_groups(session)
+            if self._kept.get(session) != num:
+                self._kept[session] = num
+                self._cache.groups.keep(session, is_kept=True)
         if not num_blocks:
             return view
         return dataclasses.replace(
@@ -256,7 +266,7 @@ class Sessions:
 
     def _release(self, session: int) -> None:
         if session in self._kept:
-            self._kept.remove(session)
+            del self._kept[session]
             self._cache.groups.keep(session, is_kept=False)
 
     def _choose(self, view: SchedulerView) -> tuple[set[int], int]:
@@ -288,16 +298,17 @@ class Sessions:
 
     def _view(self, rows: NDArray[np.int32]) -> RetentionView:
         table, requests = self.table, self._requests
-        awaited = np.zeros(table.capacity, np.bool_)
+        awaited, waits = np.zeros((2, table.capacity), np.bool_)
         live = np.fromiter(self.of, np.int32, len(self.of))
-        if live.size:
-            waits = (requests.kind[live] < 0) & (requests.num_preemptions[live] == 0)
-            awaited[[self.of[row] for row in live[waits].tolist()]] = True
+        for row in live[requests.kind[live] < 0].tolist():
+            waits[self.of[row]] = True
+            awaited[self.of[row]] |= requests.num_preemptions[row] == 0
         return RetentionView(
             now_s=self._clock.now_s(),
             sessions=table,
             rows=rows,
             awaited=awaited[rows],
+            waits=waits[rows],
             costs=self._costs(),
             block_sizes=self._cache.block_sizes,
             blocks_per_group=self._cache.blocks_per_group,
@@ -320,9 +331,9 @@ class Sessions:
         require((live == table.num_live).all(), "live calls of sessions are miscounted")
         require(set(self.of) == set(np.flatnonzero(self._requests.live).tolist()), "a request has no session")
         self._groups.check_integrity()
-        known = {NOBODY, *self._named.values(), *self._unnamed}
+        known = {NOBODY, *self._name_of, *self._unnamed}
         require(known == set(np.flatnonzero(table.live).tolist()), "a session is lost")
         require(set(self._groups.rows()) <= known, "groups belong to a forgotten session")
         kept = self._cache.groups.is_kept
         flagged = {self._groups.session_of(int(first)) for first in np.flatnonzero(kept)}
-        require(flagged <= self._kept, "groups are kept for a session that is not")
+        require(flagged <= self._kept.keys(), "groups are kept for a session that is not")

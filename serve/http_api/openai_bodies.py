@@ -152,7 +152,7 @@ class Addressed(Record):
     request_id: Annotated[Any, fixed(or_null({"type": "string", "pattern": f"^{REQUEST_ID_PATTERN}$"}))] = None
     cache_salt: EngineField = None
     session_id: EngineField = None
-    prompt_cache_key: Annotated[Any, shaped(lambda facts: facts.optional("session_id"))] = None
+    prompt_cache_key: Text = None
     priority: (
         Annotated[
             int,

@@ -24,6 +24,7 @@ from apt_jax.text.detokenizer import IncrementalDetokenizer
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import (
     MAX_INTEGER,
+    MAX_SESSION_ID_CHARS,
     check_deadline_ms,
     check_integer,
     check_prompt_logprobs,
@@ -286,8 +287,10 @@ def build_call(
 
 def _session(asked: CompletionBody | ChatBody, headers: Mapping[str, str]) -> object:
     """Return the session of a call: as the body names it, by its own field or OpenAI's, or else a header."""
-    of_body = asked.prompt_cache_key if asked.session_id is None else asked.session_id
-    return session_id(headers) if of_body is None else of_body
+    if asked.session_id is not None:
+        return asked.session_id
+    key = asked.prompt_cache_key  # for other servers it is advice, so an invalid one is ignored
+    return key if isinstance(key, str) and 1 <= len(key) <= MAX_SESSION_ID_CHARS else session_id(headers)
 
 
 def _work(asked: CompletionBody | ChatBody) -> Literal["", "tool", "person"]:

@@ -100,8 +100,6 @@ def test_random_sessions_get_the_tokens_that_they_get_alone(overlap):
                 if rng.random() < 0.1:
                     served.engine.end_session(f"s{session}", tenant)
                     served.engine.check_integrity()
-                if rng.random() < 0.1:
-                    served.engine.note_work(f"s{session}", "tool", tenant)
                 if rng.random() < 0.2:
                     served.clock.advance_to(served.clock.now_s() + float(rng.exponential(0.5)))
             served.drain()
@@ -168,6 +166,103 @@ def test_blocks_that_a_sessions_next_call_does_not_use_leave_first():
     served.assert_as_expected()
 
 
+@pytest.mark.parametrize("retention", ["lru", "knapsack"])
+def test_a_call_of_another_session_may_continue_a_prefix_in_host_memory(retention):
+    served = Served(
+        "fcfs", num_blocks=40, offered=(True, False), retention=retention, session_order="plas", num_host_blocks=60
+    )
+    names = [call(served, prompt(30, seed=i), session=f"s{i}") for i in range(6) if not served.drain()]
+    for i, name in enumerate(names):
+        call(served, after(served, name, 2, 20 + i), session="another")
+        served.drain()
+        assert served.engine.end_session("another")
+        served.engine.check_integrity()
+    served.assert_as_expected()
+
+
+def test_a_held_prefix_tells_nothing_of_whose_it_was_before():
+    served = Served("fcfs", num_blocks=40, offered=(True, False), retention="knapsack", num_host_blocks=60)
+    first = call(served, prompt(30, seed=1), tenant="a")
+    served.drain()
+    for i in (2, 3):
+        call(served, prompt(60, seed=i), tenant="a")
+        served.drain()
+    call(served, after(served, first, 2, 4), 12, session="u", tenant="a")  # from host memory
+    served.step()
+    served.step()
+    sessions = of(served)
+    for session in list(sessions._unnamed):
+        sessions._forget(session)
+    call(served, after(served, first, 3, 5), tenant="a")
+    call(served, prompt(9, seed=6), tenant="b")
+    served.drain()
+    served.assert_as_expected()
+
+
+def test_a_beginning_that_two_sessions_share_does_not_expose_the_better_one():
+    """One that its client has ended had it last."""
+    served = Served("fcfs", num_blocks=64, offered=(True, False), retention="knapsack")
+    shared = prompt(12, seed=1)
+    good = call(served, np.concatenate([shared, prompt(16, seed=2)]), session="good", work="tool")
+    served.drain()
+    call(served, np.concatenate([shared, prompt(16, seed=3)]), session="bad", work="person")
+    served.drain()
+    of(served).table.is_over[of(served)._named[0, "bad"]] = True
+    call(served, prompt(40, seed=4), session="other", work="person")
+    served.drain()
+    call(served, prompt(16, seed=5), session="more", work="person")
+    served.drain()
+    again = call(served, after(served, good, 2, 6), session="good")
+    served.drain()
+    assert num_cached(served, again) >= 28
+    served.assert_as_expected()
+
+
+def test_kept_blocks_that_another_session_takes_over_are_no_longer_kept():
+    served = Served("fcfs", num_blocks=60, offered=(True, False), retention="ttl?ttl_s=3600&pins=true", max_num_seqs=2)
+    first = call(served, prompt(30, seed=1), session="a")
+    served.drain()
+    call(served, prompt(20, seed=2), 16, session="x")
+    call(served, prompt(20, seed=3), 16, session="y")
+    served.step()
+    call(served, after(served, first, 60, 4), session="a")
+    served.step()
+    call(served, after(served, first, 2, 5), session="b")
+    served.drain()
+    served.assert_as_expected()
+
+
+def test_one_name_may_stand_for_several_chains_of_calls():
+    """An agent and its subagents, or all users of an application."""
+    served = Served("fcfs", num_blocks=400, retention="knapsack")
+    agent = call(served, prompt(60, seed=1), session="s")
+    served.drain()
+    title = call(served, prompt(9, seed=2), session="s")
+    served.drain()
+    rows = of(served)._named[0, "s"]
+    assert len(rows) == 2
+    assert of(served).table.device_groups[rows].sum(axis=1).tolist() == [15, 2]
+    for before in (agent, title):
+        call(served, after(served, before, 2, 7), session="s")
+        served.drain()
+    assert of(served)._named[0, "s"] == rows
+    assert of(served).table.num_calls[rows].tolist() == [2, 2]
+    assert of(served).table.begun_s[rows[0]] == of(served).table.begun_s[rows[1]]
+
+
+def test_a_preempted_call_is_worth_more_than_one_who_thinks():
+    served = Served("fcfs", num_blocks=80, offered=(True, False), retention="knapsack")
+    call(served, prompt(30, seed=1), session="person", work="person")
+    served.drain()
+    running = call(served, prompt(30, seed=2), 20, session="runs")
+    served.step()
+    served.step()
+    served.engine.preempt(running)
+    assert of(served)._ranked()[-1] == of(served)._named[0, "runs"][0]
+    served.drain()
+    served.assert_as_expected()
+
+
 def test_a_session_is_known_by_its_prefix_where_no_name_is_sent():
     served = Served("fcfs", num_blocks=200, retention="knapsack")
     first = call(served, prompt(30, seed=1))
@@ -219,6 +314,7 @@ def test_an_ended_session_leaves_nothing_but_what_others_need(num_host_blocks):
         served.drain()
     assert served.engine.end_session("a")
     served.engine.check_integrity()
+    assert of(served)._groups.num_groups(of(served)._named[0, "a"][0]) <= 3  # what b needs too
     cached = call(served, after(served, name, 1, 9), session="a")
     served.drain()
     assert num_cached(served, cached) <= 12

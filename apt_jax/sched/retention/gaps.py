@@ -59,8 +59,8 @@ def return_index(gaps_s: NDArray[np.float64], ages_s: NDArray[np.float64]) -> ND
 class GapRecord:
     """Gaps observed by tenant, kind of work and length of the gap before, and return indices from them and the prior.
 
-    The index of a session comes from the most particular record with at least `min_own` gaps: its tenant's gaps of the
-    same kind after a gap of similar length, all tenants' of that sort, its tenant's of the kind, or all of the kind.
+    The index of a session comes from the first record with at least `min_own` gaps: its tenant's gaps of the same kind
+    after a gap of similar length, its tenant's of the kind, all tenants' of that sort, or all of the kind.
     The prior counts beside each.
 
     Args:
@@ -112,4 +112,4 @@ class GapRecord:
 
 def _records(tenant: int, work: int, length: int) -> tuple[tuple[int, int, int], ...]:
     """Return the records that a gap belongs to, the most particular first."""
-    return (tenant, work, length), (_OF_ALL, work, length), (tenant, work, _OF_ALL), (_OF_ALL, work, _OF_ALL)
+    return (tenant, work, length), (tenant, work, _OF_ALL), (_OF_ALL, work, length), (_OF_ALL, work, _OF_ALL)

@@ -66,8 +66,8 @@ class KnapsackRetention(LruRetention):
         sessions, rows = view.sessions, view.rows
         density = self.index(view) * view.saved_s / np.maximum(view.device_blocks + view.host_blocks, 1)
         density[sessions.is_over[rows]] = -1.0
-        if view.awaited.any():  # the session that began first is worth the most
-            density[view.awaited] = _AWAITED / (1.0 + sessions.begun_s[rows[view.awaited]])
+        if view.waits.any():  # the session that began first is worth the most
+            density[view.waits] = _AWAITED / (1.0 + sessions.begun_s[rows[view.waits]])
         return density
 
     def index(self, view: RetentionView) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
 from apt_jax.sched.retention.sessions import TOOL, SessionTable
-from apt_jax.sched.retention.view import LruRetention, RetentionView, Rows, prefill_s
+from apt_jax.sched.retention.view import LruRetention, RetentionView, Rows, prefill_s, used_s
 from apt_jax.sched.view import SchedulerView
 
 LONGEST_S = 3600.0
@@ -51,7 +51,7 @@ class TtlRetention(LruRetention):
         return ((until_s > view.now_s) | view.awaited & (until_s > 0)) & ~view.sessions.is_over[view.rows]
 
     def values(self, view: RetentionView) -> NDArray[np.float64]:
-        return view.sessions.ended_s[view.rows] + _PINNED * self.is_pinned(view)
+        return used_s(view) + _PINNED * self.is_pinned(view)
 
     def kept(self, view: RetentionView, scheduler: SchedulerView) -> Rows:
         rows = view.rows[self.is_pinned(view) & (view.device_blocks > 0)]

@@ -30,6 +30,8 @@ class RetentionView:
     """Sessions with idle groups on the device or groups in host memory."""
     awaited: NDArray[np.bool_]
     """True: a call of the session waits, and has never run."""
+    waits: NDArray[np.bool_]
+    """True: a call of the session waits, perhaps after a preemption."""
     costs: StepCosts
     block_sizes: Sequence[int]
     """Tokens per group, by kind."""
@@ -75,6 +77,11 @@ def prefill_s(costs: StepCosts, num_tokens: NDArray[np.float64]) -> NDArray[np.f
     if not costs.prefill_per_token_s and not costs.prefill_per_pair_s:
         return num_tokens * 1e-4
     return num_tokens * (costs.prefill_per_token_s + costs.prefill_per_pair_s * num_tokens)
+
+
+def used_s(view: RetentionView) -> NDArray[np.float64]:
+    """Return the (n,) times at which the sessions' blocks were last used; now if a call waits for them."""
+    return np.where(view.waits, view.now_s, view.sessions.ended_s[view.rows])
 
 
 class Retention(Protocol):
@@ -125,7 +132,7 @@ class LruRetention:
     def forgotten(self, sessions: SessionTable, row: int, now_s: float) -> None: ...
 
     def values(self, view: RetentionView) -> NDArray[np.float64]:
-        return view.sessions.ended_s[view.rows]
+        return used_s(view)
 
     def kept(self, view: RetentionView, scheduler: SchedulerView) -> Rows:
         return view.rows[:0]

@@ -80,7 +80,7 @@ def state(rng: np.random.Generator) -> tuple[RetentionView, SchedulerView]:
     sessions.work[rows] = rng.integers(0, 3, num)
     sessions.is_over[rows] = rng.random(num) < 0.1
     view = RetentionView(
-        now_s=100.0, sessions=sessions, rows=rows, awaited=rng.random(num) < 0.2, costs=COSTS,
+        now_s=100.0, sessions=sessions, rows=rows, awaited=(waits := rng.random(num) < 0.2), waits=waits, costs=COSTS,
         block_sizes=(16, 16), blocks_per_group=(2, 1), has_host=True, free_host_blocks=int(rng.integers(0, 2) * 60),
     )  # fmt: skip
     waiting = [
@@ -152,7 +152,7 @@ def test_a_session_that_the_client_has_ended_goes_first_and_one_whose_call_waits
     sessions.is_over[rows[0]] = True
     awaited = np.zeros(rows.size, np.bool_)
     awaited[-1] = True
-    values = KnapsackRetention().values(dataclasses.replace(view, awaited=awaited))
+    values = KnapsackRetention().values(dataclasses.replace(view, awaited=awaited, waits=awaited))
     assert values.argmin() == 0
     assert values.argmax() == rows.size - 1
 
@@ -163,7 +163,18 @@ def test_the_clairvoyant_policy_drops_those_who_come_last_or_never():
     sessions.device_groups[rows, 0] = 10
     sessions.hint_s[rows] = [50.0, math.inf, 5.0]
     view = RetentionView(
-        now_s=1.0, sessions=sessions, rows=rows, awaited=np.zeros(3, np.bool_), costs=COSTS,
+        now_s=1.0, sessions=sessions, rows=rows, awaited=np.zeros(3, np.bool_), waits=np.zeros(3, np.bool_), costs=COSTS,
         block_sizes=(16, 16), blocks_per_group=(2, 1),
     )  # fmt: skip
     assert np.argsort(ClairvoyantRetention().values(view)).tolist() == [1, 0, 2]
+
+
+def test_what_one_tenant_does_is_the_last_thing_that_another_learns_from():
+    record = GapRecord(min_own=8)
+    for _ in range(10):
+        record.add(1, TOOL, 5.0, 6.0)
+    ages, before = np.full(1, 3.0), np.full(1, 300.0)
+    own = record.index(np.array([1], np.int32), np.array([TOOL], np.int8), before, ages)
+    for _ in range(300):
+        record.add(2, TOOL, 300.0, math.inf)
+    assert record.index(np.array([1], np.int32), np.array([TOOL], np.int8), before, ages) == own

@@ -20,7 +20,7 @@ COSTS = StepCosts(prefill_per_token_s=2e-5, prefill_per_pair_s=4e-10, prefill_ba
 
 def view_of(sessions: SessionTable, row: int, now_s: float, *, costs: StepCosts = COSTS, has_host: bool = False):
     return RetentionView(
-        now_s=now_s, sessions=sessions, rows=np.array([row], np.int32), awaited=np.zeros(1, np.bool_), costs=costs,
+        now_s=now_s, sessions=sessions, rows=np.array([row], np.int32), awaited=np.zeros(1, np.bool_), waits=np.zeros(1, np.bool_), costs=costs,
         block_sizes=(16, 16), blocks_per_group=(2, 1), has_host=has_host,
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def test_a_session_within_its_time_to_live_is_worth_more_and_is_kept_until_its_c
         table.ended_s[row] = float(i)
         policy.ended(view_of(table, row, float(i)))
     view = RetentionView(
-        now_s=10.5, sessions=table, rows=rows, awaited=np.array([False, False, True]), costs=COSTS,
+        now_s=10.5, sessions=table, rows=rows, awaited=np.array([False, False, True]), waits=np.array([False, False, True]), costs=COSTS,
         block_sizes=(16, 16), blocks_per_group=(2, 1),
     )  # fmt: skip
     values = policy.values(view)

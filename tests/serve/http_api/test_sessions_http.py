@@ -56,8 +56,8 @@ def test_who_works_after_an_answer_follows_from_the_tools_offered():
             body = {**CHAT, **fields, "session_id": f"s{work}{len(fields)}"}
             response = await served.post("/v1/chat/completions", body)
             assert response.status_code == 200, response.text
-            rows = {name: row for (_, name), row in sessions_of(served)._named.items()}
-            assert sessions_of(served).table.work[rows[f"s{work}{len(fields)}"]] == work
+            rows = {name: rows for (_, name), rows in sessions_of(served)._named.items()}
+            assert sessions_of(served).table.work[rows[f"s{work}{len(fields)}"]].tolist() == [work]
 
     run(scenario, chat_template=TEMPLATE, retention="knapsack")
 
@@ -92,14 +92,23 @@ def test_without_retention_there_is_nothing_to_end():
 
 
 @pytest.mark.parametrize("value", ["", 5, "x" * 513, ["a"]])
-@pytest.mark.parametrize("field", ["session_id", "prompt_cache_key"])
-def test_a_name_that_is_none_is_refused(field, value):
+def test_a_name_that_is_none_is_refused(value):
     async def scenario(served):
-        response = await served.post("/v1/completions", {"prompt": "x", field: value})
+        response = await served.post("/v1/completions", {"prompt": "x", "session_id": value})
         assert response.status_code == 400
         assert "1 to 512 characters" in response.json()["error"]["message"]
 
     run(scenario)
+
+
+def test_a_cache_key_that_is_no_name_is_ignored():
+    async def scenario(served):
+        for key in ("", "x" * 513, "k"):
+            response = await served.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "prompt_cache_key": key})
+            assert response.status_code == 200
+        assert names_of(served) == {"k"}
+
+    run(scenario, retention="knapsack")
 
 
 def test_headers_of_clients_that_do_not_know_the_server_are_never_refused():
