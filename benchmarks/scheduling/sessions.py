@@ -113,10 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=[0.006, 0.012, 0.018], help="sessions per second")
     parser.add_argument("--policy", default="vllm-v1")
     parser.add_argument("--unit", type=int, default=32, help="tokens that one simulated token stands for")
+    names = [f"{retention}:{order}" for retention, order in SYSTEMS]
+    parser.add_argument("--systems", nargs="+", choices=names, default=names, help="RETENTION:ORDER (default: all)")
     args = parser.parse_args(argv)
     runs = Runs.from_args(args)
+    wanted = {*args.systems, "lru:arrival", "clairvoyant:hrrn"}  # what the others are compared with
+    systems = [one for one, name in zip(SYSTEMS, names, strict=True) if name in wanted]
     cells: list[tuple[str, SessionOrder, float, int]] = [
-        (retention, order, rate, seed) for seed in runs.seeds for rate in args.rates for retention, order in SYSTEMS
+        (retention, order, rate, seed) for seed in runs.seeds for rate in args.rates for retention, order in systems
     ]
     configs = [
         SimulationConfig(

@@ -221,6 +221,15 @@ async def events_by_tenant(world: World, http_method: str, path: str) -> None:
             assert key != TWO or tenant_of(ONE) not in json.dumps(seen)
 
 
+async def ends_by_tenant(world: World, _: str, path: str) -> None:
+    status, _data = await world.http("POST", "/v1/completions", ONE, {"prompt": "hi", "max_tokens": 2, "session_id": "s"})
+    assert status == 200
+    for key, ended in ((TWO, False), (OPERATOR, False), (ONE, True)):
+        status, data = await world.http("DELETE", "/v1/sessions/s", key)
+        assert (status, json.loads(data)["deleted"]) == (200, ended)
+        assert not any(mark in data for mark in MARKS)
+
+
 HTTP: dict[tuple[str, str], Check] = {
     ("GET", "/dashboard/events"): events_by_tenant,  # first, as it shows the last requests alone
     ("POST", "/v1/completions"): completes_by_tenant_and_id,
@@ -248,6 +257,7 @@ HTTP: dict[tuple[str, str], Check] = {
     ("GET", "/v1/models"): shows_nothing(),
     ("GET", "/v1/models/{name:path}"): shows_nothing(path="/v1/models/toy"),
     ("GET", "/v1/requests/{request_id}/decisions"): decides_by_tenant_and_id,
+    ("DELETE", "/v1/sessions/{session_id:path}"): ends_by_tenant,
     ("POST", "/tokenize"): shows_nothing({"prompt": "hi"}),
     ("POST", "/detokenize"): shows_nothing({"tokens": [5]}),
     ("GET", "/tokenizer_info"): shows_nothing(),
@@ -424,7 +434,7 @@ def test_C10_C11_P17_every_method_takes_and_shows_ids_by_tenant(tmp_path):
             assert not rpc.done()
 
     template = ChatTemplate("{{ messages[0].content }}")
-    run_world(scenario, profiler=FakeProfiler(tmp_path), chat_template=template)
+    run_world(scenario, profiler=FakeProfiler(tmp_path), chat_template=template, retention="knapsack")
 
 
 def test_P17_without_operators_totals_are_for_every_key_and_the_rest_for_nobody(tmp_path):
