@@ -222,7 +222,9 @@ async def events_by_tenant(world: World, http_method: str, path: str) -> None:
 
 
 async def ends_by_tenant(world: World, _: str, path: str) -> None:
-    status, _data = await world.http("POST", "/v1/completions", ONE, {"prompt": "hi", "max_tokens": 2, "session_id": "s"})
+    status, _data = await world.http(
+        "POST", "/v1/completions", ONE, {"prompt": "hi", "max_tokens": 2, "session_id": "s"}
+    )
     assert status == 200
     for key, ended in ((TWO, False), (OPERATOR, False), (ONE, True)):
         status, data = await world.http("DELETE", "/v1/sessions/s", key)
