@@ -114,4 +114,6 @@ class ClairvoyantRetention(KnapsackRetention):
         super().__init__(name, keeps=keeps)
 
     def index(self, view: RetentionView) -> NDArray[np.float64]:
-        return 1.0 / np.maximum(view.sessions.hint_s[view.rows] - view.age_s, 0.1)
+        left_s = view.sessions.hint_s[view.rows] - view.age_s
+        # A session whose time has passed goes on without these blocks.
+        return np.where(left_s > -0.1, 1.0 / np.maximum(left_s, 0.1), 0.0)
