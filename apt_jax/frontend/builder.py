@@ -25,6 +25,7 @@ from apt_jax.frontend.components import EngineComponents, Unprepared, build_comp
 from apt_jax.frontend.progress import Progress, in_stage, of_stage
 from apt_jax.frontend.start_stages import KERNELS, LAYOUT, LOADING
 from apt_jax.sched import make_policy
+from apt_jax.sched.retention import make_retention
 from apt_jax.sched.view import converts
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -90,6 +91,7 @@ def build_engine(
     from apt_jax.models.loading.auto_dtype import with_auto_dtype
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
+    make_retention(config.cache.retention)
     check_swap_space(config.cache.swap_space)
     if params is not None and config.parallel.nnodes > 1:
         raise ConfigError("params=... works in a single process only, not with several hosts (--nnodes)")

@@ -5,6 +5,7 @@ import dataclasses
 from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SessionOrder
 from apt_jax.errors import ConfigError
 from apt_jax.options import check_options, option
+from apt_jax.sched.retention import make_retention
 from apt_jax.sim.routing import ROUTING_POLICIES
 
 
@@ -107,6 +108,8 @@ class SimulationConfig:
                 raise ConfigError(message)
 
         check_options(self)
+        if self.retention.partition("?")[0] != "clairvoyant":
+            make_retention(self.retention)  # a wrong name fails first
         require(
             not self.swap_space or self.enable_prefix_caching is not False,
             f"swap_space={self.swap_space:g} keeps cached prefixes; leave out --no-enable-prefix-caching or --swap-space",

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     default = SimulationConfig().policy
     add("policy", "cache", "hidden_attention", "rho_us", "overlap", "max_num_seqs",
-        "max_num_batched_tokens", "num_blocks", "swap_space",
+        "max_num_batched_tokens", "num_blocks", "swap_space", "retention", "session_order",
         policy={"type": _list_of(str), "default": [default],
                 "help": f"one or several of {options.POLICY_HELP} (default: {default}; of apt-jax serve: {SchedulerConfig().policy})"})  # fmt: skip
     group.add_argument(
