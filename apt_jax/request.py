@@ -241,7 +241,8 @@ class EngineRequest:
     """Session that the call belongs to, as its client names it; sessions never cross tenants. None: the session whose
     cached prefix the prompt continues, if any (`apt_jax.engine.sessions`)."""
     retain_s: float | None = None
-    """Seconds for which the client expects its next call of the session to find the cache; advice."""
+    """Seconds after which the session's next call is expected, if they are known, as in simulations; advice that
+    retention policies bound. No endpoint sets it."""
     work: Literal["", "tool", "person"] = ""
     """Kind of work that the answer asks for before the session's next call, if it is known beforehand."""
 

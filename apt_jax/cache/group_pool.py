@@ -115,7 +115,6 @@ class GroupPool:
         blocks = [node.block for node in nodes]
         if self.is_kept[blocks].any():
             self.is_kept[blocks] = False
-            self.is_kept[NULL_BLOCK] = False
             if self.tracker is not None:
                 self.tracker.used(nodes[0])
 

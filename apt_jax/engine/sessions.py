@@ -54,7 +54,7 @@ class Sessions:
 
     Attributes:
         table: the sessions.
-        of: (capacity of `requests`,) row of each live request's session.
+        of: row of each live request's session, keyed by the request's row.
     """
 
     def __init__(

@@ -42,16 +42,21 @@ def shared(
     )
 
 
-@pytest.mark.parametrize(("offered", "size"), [((True, False), 4), ((False, True), 4), ((False, True), 3)])
-def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered, size):
-    served = shared(24 if offered[KV] else 48 // size, offered=offered, hidden_block_size=size)
-    batch = add(served, 40, 8, best_effort=True, seed=1)  # the whole pool, 12 groups of 4
+def chat_beside_batch(served: Served) -> None:
+    """A best-effort request that fills the whole pool, and a chat that comes once it runs; both have ended."""
+    batch = add(served, 40, 8, best_effort=True, seed=1)
     for _ in range(4):
         served.step()
     chat = add(served, 9, 20, best_effort=False, seed=2)
     served.drain()
     served.assert_as_expected()
     assert served.ended[chat] == served.ended[batch] == "length"
+
+
+@pytest.mark.parametrize(("offered", "size"), [((True, False), 4), ((False, True), 4), ((False, True), 3)])
+def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered, size):
+    served = shared(24 if offered[KV] else 48 // size, offered=offered, hidden_block_size=size)
+    chat_beside_batch(served)
     host, halves = served.executor.host, 2 if offered[KV] else 1
     stats = served.engine.stats()
     assert host.num_saved_slots == halves * stats.saved_slots > 0
@@ -65,13 +70,7 @@ def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered, size):
 def test_slots_whose_copies_are_lost_are_computed_again(offered):
     """Every copy in host memory differs from what was saved."""
     served = shared(24 if offered[KV] else 12, offered=offered, lost=lambda: True)
-    batch = add(served, 40, 8, best_effort=True, seed=1)
-    for _ in range(4):
-        served.step()
-    chat = add(served, 9, 20, best_effort=False, seed=2)
-    served.drain()
-    served.assert_as_expected()
-    assert served.ended[chat] == served.ended[batch] == "length"
+    chat_beside_batch(served)
     assert served.executor.host.num_saved_slots > served.executor.host.num_loaded_slots == 0
 
 

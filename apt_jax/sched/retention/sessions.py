@@ -21,7 +21,7 @@ class SessionTable(ColumnTable):
     begun_s = column(np.float64)  # arrival of the first call
     ended_s = column(np.float64)  # when the last call ended; 0: none has
     until_s = column(np.float64)  # the retention policy's time to live; `Retention.ended` may set it
-    last_gap_s = column(np.float64, fill=-1)  # seconds before the last call; -1: the session has come back never
+    last_gap_s = column(np.float64, fill=-1)  # seconds before the last call; -1: there was none
     hint_s = column(np.float64)  # seconds that the client asked for; 0: none
     work = column(np.int8)  # what the last answer asked for: UNKNOWN, TOOL or PERSON
     is_over = column(np.bool_)  # True: the client has ended the session
