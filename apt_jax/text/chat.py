@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import re
 import secrets
 import threading
@@ -399,11 +400,11 @@ def load_chat_template(path: Path | str, override: str | None = None) -> ChatTem
     source = Path(path)
     if override == "none":
         return None
-    from_gguf = source.suffix.lower() == ".gguf" and not source.is_dir()
+    from_gguf = source.suffix.lower() == ".gguf" and not os.path.isdir(source)
     named, tokens = _from_gguf(source) if from_gguf else _from_directory(source)
     where = str(source)
     if override is not None:
-        if override in named and not Path(override).exists():
+        if override in named and not os.path.exists(override):
             named = {"default": named[override]}
         else:
             named, where = {"default": _read(Path(override))}, override

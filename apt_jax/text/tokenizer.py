@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -340,7 +341,7 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
         ModelLoadError: the file is missing or damaged, or has many ids beyond the model's vocabulary.
     """
     source = Path(path)
-    if source.suffix.lower() == ".gguf" and not source.is_dir():
+    if source.suffix.lower() == ".gguf" and not os.path.isdir(source):
         file, backend = source, _from_gguf(source)
     else:
         file, backend = _from_directory(source)
@@ -399,9 +400,9 @@ def _from_directory(directory: Path) -> tuple[Path, tokenizers.Tokenizer]:
     """Return the tokenizer's file and the tokenizer."""
     file = directory / "tokenizer.json"
     vocab, merges = directory / "vocab.json", directory / "merges.txt"
-    if not file.exists() and vocab.is_file() and merges.is_file():
+    if not os.path.exists(file) and os.path.isfile(vocab) and os.path.isfile(merges):
         return vocab, _gpt2_files(directory, vocab, merges)
-    if not file.exists() and (directory / "tokenizer.model").is_file():
+    if not os.path.exists(file) and os.path.isfile(directory / "tokenizer.model"):
         raise ModelLoadError(
             f"{directory / 'tokenizer.model'}: is the only tokenizer file, and SentencePiece files are not supported; a tokenizer.json is "
             "needed, as written by transformers' save_pretrained (--tokenizer)"

@@ -8,6 +8,7 @@ difference: text is always split as tokenizer.json specifies, although some clas
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def _optional(file: Path) -> dict[str, Any]:
-    return json_object(file) if file.is_file() else {}
+    return json_object(file) if os.path.isfile(file) else {}
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def test_command_lines_are_accepted(path, tmp_path):
             if importlib.util.find_spec("smg") is None:
                 pytest.skip("needs the gateway")
             seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
-            args.http_port = 0  # a free one: another server may have the default
-            plan = launch.plan(args, [*argv, "--port=0", "--grpc-port=0"], seen)
+            argv += ["--port=0", "--grpc-port=0"]  # free ones: other servers may have the defaults
+            plan = launch.plan(parser.parse_args(argv), argv, seen)
             used = ",".join(replica.env["CUDA_VISIBLE_DEVICES"] for replica in plan.replicas)
             assert used == seen["CUDA_VISIBLE_DEVICES"]  # all of them
         else:

@@ -514,7 +514,9 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path):
 # F9: paths
 
 
-@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "a/b", "", ".", "..", "x\0", "x\ud800"])
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "/etc/passwd", "a/b", "", ".", "..", "x\0", "x\ud800", "x" * 256]
+)
 def test_F9_an_index_that_points_elsewhere_is_refused(tmp_path, name):
     write_model(tmp_path / "model", TINY, random_tensors(TINY), shards=2)
     (tmp_path / "other.safetensors").write_bytes(safetensors_bytes(random_tensors(TINY)))

@@ -164,8 +164,9 @@ def file_inside(directory: Path, name: str, named_by: str = "") -> Path:
     Raises:
         ModelLoadError: the path would be outside `directory` or in a subdirectory.
     """
-    # A file cannot have half a surrogate pair in its name.
-    if not name or name in (".", "..") or any(c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name):
+    # A file cannot have half a surrogate pair in its name, nor more than 255 bytes.
+    wrong = not name or name in (".", "..") or any(c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name)
+    if wrong or len(name.encode()) > 255:
         raise ModelLoadError(f"{named_by or directory}: {name!r:.80} must be the name of a file in the same directory")
     path = directory / name
     try:

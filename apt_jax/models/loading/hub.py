@@ -4,6 +4,7 @@ Only configuration, tokenizer and safetensors files are ever fetched: no pickles
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,7 @@ def _is_complete(directory: Path) -> bool:
         return False
     weight_map = read_json(directory, INDEX_FILE).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [""]
-    return all(isinstance(name, str) and (directory / name).is_file() for name in names)
+    return all(isinstance(name, str) and os.path.isfile(directory / name) for name in names)
 
 
 def hub_snapshot(repo: str, revision: str | None, download: Callable[..., str] | None = None) -> Path:

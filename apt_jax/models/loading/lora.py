@@ -7,6 +7,7 @@ Names and shapes are checked against the model before a value is read.
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,8 +61,8 @@ def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelCo
         ModelLoadError: one line that names the file, and the field, module or tensor that is wrong.
     """
     path = Path(directory)
-    if not path.is_dir():
-        raise ModelLoadError(f"{directory}: is not a directory with {CONFIG_FILE} (--lora-modules {name})")
+    if not os.path.isdir(path):
+        raise ModelLoadError(f"{directory!s:.200}: is not a directory with {CONFIG_FILE} (--lora-modules {name})")
     fields = read_json(path, CONFIG_FILE)
     where = str(path / CONFIG_FILE)
     scale_of = _scales(fields, where)

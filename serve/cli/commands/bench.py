@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import dataclasses
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -129,7 +130,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{args.num_warmups} must be at least 0 (--num-warmups)")
     for flag in ("save_csv", "save_png"):
         path = getattr(args, flag)
-        if path is not None and not Path(path).resolve().parent.is_dir():
+        if path is not None and not os.path.isdir(Path(path).absolute().parent):
             name = flag.replace("_", "-")
             raise ConfigError(f"{path}: no such directory (--{name})")
     if args.save_png is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 
 from apt_jax.costs.fit import FitQuality
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     config = options.engine_config(args)
     if args.describe and config.cache.mode == "hidden":
         raise CommandError("--describe needs the costs of the KV kind; use --cache kv or hybrid")
-    if args.describe and not args.describe.parent.is_dir():  # fail before the measurement, not after it
+    if args.describe and not os.path.isdir(args.describe.parent):  # fail before the measurement, not after it
         raise CommandError(f"cannot write {args.describe} (no such directory) (--describe)")
     bars = starting_bars()
     try:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -138,7 +139,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ConfigError(f"{twice[0]} is given twice: give it once ({flag})")
     if args.png and not args.rates:
         raise ConfigError("--png plots attainment against the rate: give --rates R1,R2,...")
-    if args.png and not Path(args.png).absolute().parent.is_dir():
+    if args.png and not os.path.isdir(Path(args.png).absolute().parent):
         raise ConfigError(f"cannot write {args.png} (no such directory) (--png)")
     if args.png:
         require_matplotlib("--png")

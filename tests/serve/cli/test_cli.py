@@ -208,6 +208,30 @@ def test_json_is_refused_before_the_work_if_it_cannot_be_written(command, tmp_pa
         assert err.endswith("(--json)\n")
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("generate", "{}", "hi"),
+        ("generate", "tiny-opt", "hi", "--tokenizer={}"),
+        ("generate", "tiny-opt", "hi", "--chat-template={}"),
+        ("serve", "tiny-opt", "--lora-modules=a={}"),
+        ("serve", "tiny-opt", "--api-key-file={}"),
+        ("serve", "tiny-opt", "--batch-dir={}"),
+        ("bench", "--target=h:1", "--save-csv={}/x"),
+        ("simulate", "--trace={}"),
+        ("simulate", "--rates=1", "--png={}/x.png"),
+        ("calibrate", "tiny-opt", "--describe={}/x.json"),
+        ("convert", "{}", "x"),
+    ],
+    ids=" ".join,
+)
+def test_a_name_that_is_too_long_for_a_file_is_refused_in_one_line(argv, tmp_path):
+    code, _, err = run(*(word.format(tmp_path / ("a" * 300)) for word in argv))
+    assert code in (1, 2)
+    assert err.splitlines()[-1].startswith(f"apt-jax {argv[0]}: ")
+    assert "a" * 60 in err
+
+
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from serve.cli import main; main(['--help']); main(['--version']); main(['frobnicate']); "
