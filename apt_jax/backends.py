@@ -77,6 +77,7 @@ def _cpu(chip: str | None) -> KernelBackend:
         add_norm=ops.add_norm,
         split_qkv=ops.split_qkv,
         gated=ops.gated,
+        experts=ops.experts,
         decode_layer=ops.decode_layer,
         takes_layer=ops.takes_layer,
         tiles=True,

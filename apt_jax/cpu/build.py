@@ -59,6 +59,7 @@ _TARGETS = (
     "apt_dense",
     "apt_dense_argmax",
     "apt_gated",
+    "apt_experts",
     "apt_head_products",
     "apt_add_norm",
     "apt_split_qkv",

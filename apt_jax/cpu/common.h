@@ -343,7 +343,7 @@ T* scratch(int64_t n) {
   return static_cast<T*>(memory.get());
 }
 
-enum Slots { kLayer, kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, kScales, kRounded };
+enum Slots { kLayer, kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, kScales, kRounded, kSorted, kMixed };
 
 constexpr int64_t kMostLanes = 1024;  // maximum lanes per head
 

@@ -6,6 +6,7 @@
 //   linear_tiles.cc     on matrix tiles (AMX)
 //   linear_vector.cc    in vector registers
 //   linear_heads.cc     every head times a separate matrix
+//   linear_experts.cc   each row times the matrices of a few experts
 //   linear_integer.cc   with 4-bit or 8-bit weights, as integers
 //   low_rank.cc         additions of adapters to products
 //   elementwise.cc      operations between products
@@ -20,6 +21,9 @@
 // other rows or their number.
 
 #include "layer.cc"
+#if APT_HAS_PART(1)
+#include "linear_experts.cc"
+#endif
 #if APT_HAS_PART(2)
 #include "low_rank.cc"
 #endif

@@ -3,6 +3,7 @@
 Cases that the kernels do not support (other dtypes, weights that are not laid out in tiles) are computed by XLA.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,16 @@ from jaxtyping import Bool, Float, Int32
 from apt_jax.cpu import build
 from apt_jax.ops import linear, low_rank, sampling, xla_decode, xla_prefill
 from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
-from apt_jax.ops.weights import IntegerTiles, LowRank, NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix
+from apt_jax.ops.weights import (
+    Experts,
+    IntegerTiles,
+    LowRank,
+    NormParams,
+    PreNormLayer,
+    QuantizedMatrix,
+    TiledMatrix,
+    rows_of,
+)
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _MOST_RANK = 512
@@ -96,6 +106,46 @@ def gated(
         return call(_live(live), x, values, scale, activation=np.int64(_ACTIVATIONS[activation]))
     both = dense(x, w.values, w.scale) if isinstance(w, QuantizedMatrix) else dense(x, w, live=live)
     return (linear.activate(both[:, :width], activation) * both[:, width:]).astype(x.dtype)
+
+
+def untile_experts(w: Experts) -> Experts:
+    """Return the experts with their matrices as arrays again; see `weight_layout.tile_experts`."""
+    num_experts = w.router.shape[0]
+    both, down = (
+        rows_of(m, jnp.arange(m.shape[0])).reshape(num_experts, -1, m.shape[1]) for m in (w.w_gate_up, w.w_down)
+    )
+    gate, up = jnp.split(both, 2, axis=1)
+    return dataclasses.replace(w, w_gate_up=None, w_gate=gate, w_up=up, w_down=down)
+
+
+def experts(
+    x: Float[Array, "T D"],
+    ids: Int32[Array, "T E"],
+    weights: Float[Array, "T E"],
+    w: Experts,
+    activation: str,
+    *,
+    live: Int32[Array, ""] | None = None,
+) -> Float[Array, "T D"]:
+    """See `linear.experts`. The kernel is used for matrices in tiles; it reads only the experts of the first `live`
+    rows, and the other rows are zeros."""
+    if w.w_gate_up is None:
+        return linear.experts(x, ids, weights, w, activation)
+    if activation not in _ACTIVATIONS:
+        return linear.experts(x, ids, weights, untile_experts(w), activation)
+    call = jax.ffi.ffi_call("apt_experts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    x, up, _ = _product(x, w.w_gate_up)
+    experts = np.int64(w.router.shape[0])
+    return call(
+        _live(live),
+        x,
+        ids,
+        weights,
+        up,
+        w.w_down.values,
+        experts=experts,
+        activation=np.int64(_ACTIVATIONS[activation]),
+    )
 
 
 def head_products(

@@ -3,6 +3,7 @@
 One sequence, no cache, full causal attention, float32 throughout, one line per step of the model's definition.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -86,10 +87,30 @@ _ACTIVATIONS = {
 
 
 def _feed_forward(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Float[Array, "T D"]:
+    if p.experts is not None:
+        return _experts(x, p, config)
     activate = _ACTIVATIONS[config.activation]
     up = _plus(_einsum("TD,FD->TF", x, p.w_up), p.b_up)
     up = up * activate(_plus(_einsum("TD,FD->TF", x, p.w_gate), p.b_gate)) if config.gated else activate(up)
     return _plus(_einsum("TF,DF->TD", up, p.w_down), p.b_down)
+
+
+def _experts(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Float[Array, "T D"]:
+    """Compute every expert for every token, and the sum weighted by the router."""
+    mixture, experts, activate = config.experts, p.experts, _ACTIVATIONS[config.activation]
+    assert mixture is not None
+    assert experts is not None
+    scores = jax.nn.softmax(_einsum("TD,XD->TX", x, experts.router))
+    least = jnp.sort(scores)[:, -mixture.per_token]
+    scores = jnp.where(scores >= least[:, None], scores, 0.0)
+    if mixture.normalize:
+        scores = scores / scores.sum(axis=1, keepdims=True)
+    up = activate(_einsum("TD,XFD->TXF", x, experts.w_gate)) * _einsum("TD,XFD->TXF", x, experts.w_up)
+    out = _einsum("TX,TXD->TD", scores, _einsum("TXF,XDF->TXD", up, experts.w_down))
+    if experts.shared_gate is not None:
+        shared = _feed_forward(x, dataclasses.replace(p, experts=None), config)
+        out = out + jax.nn.sigmoid(_einsum("TD,OD->TO", x, experts.shared_gate)) * shared
+    return out
 
 
 def _layer(h: Float[Array, "T D"], p: LayerParams, config: ModelConfig, i: int) -> Float[Array, "T D"]:

@@ -32,6 +32,9 @@ NORM_BUFFERS = re.compile(
 )
 """Pattern for the bare names of masks and rotary frequencies, which older files store although they can be computed."""
 
+EXPERT = ".*."
+"""Part of a tensor name that stands for the number of an expert."""
+
 TIED_HEAD = "lm_head.weight"
 """Bare name of an output head that may be stored, as a copy of the embedding table, even if it is tied."""
 
@@ -47,6 +50,9 @@ class Source:
     """Shape of the whole tensor."""
     take: Callable[[np.ndarray], np.ndarray] | None = None
     """Function from the tensor to the leaf; None: the leaf is the whole tensor, reshaped."""
+    parts: tuple[str, ...] = ()
+    """Bare names of the tensors whose stack is the tensor, if the checkpoint stores them apart: the experts of a
+    layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,12 +110,15 @@ def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapp
 
     Args:
         top: tensor name of each leaf outside the layers, keyed by leaf name.
-        layer: tensor name of each field of a layer.
+        layer: tensor name of each field of a layer, with `EXPERT` in the place of an expert's number.
         prefix: prefix of a layer's tensors, with ``{}`` for its number.
     """
     field, index = split_leaf(leaf)
     name = top[field] if index is None else prefix.format(index) + layer[field]
-    return Source(name, flat_shape(field, shape))
+    if EXPERT not in name:
+        return Source(name, flat_shape(field, shape))
+    parts = tuple(name.replace(EXPERT, f".{i}.") for i in range(shape[0]))
+    return Source(name.replace(EXPERT, "."), shape, parts=parts)
 
 
 def rows(name: str, shape: tuple[int, ...], start: int, total: int) -> Source:

@@ -48,6 +48,37 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Mixture of experts: in sparse layers, a router selects a few feed-forward layers for each token and adds their
+    outputs with weights, the softmax of the router's scores."""
+
+    num_experts: int
+    """X: experts of a layer."""
+    per_token: int
+    """Number of experts that a token goes to."""
+    size: int
+    """F of one expert."""
+    normalize: bool
+    """True if the weights of a token's experts are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """Indices of layers with one feed-forward layer of `ModelConfig.ffn_size` for all tokens; indices beyond the last
+    layer are ignored."""
+    shared_size: int = 0
+    """F of an expert that all tokens go to, with a gate of its own: its output is multiplied by the sigmoid of a product
+    with the token (Qwen2-MoE); 0: none."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_experts > 0 and self.size > 0 and self.shared_size >= 0,
+            f"model experts: num_experts={self.num_experts} and size={self.size} must be positive",
+        )
+        _require(
+            0 < self.per_token <= self.num_experts,
+            f"model experts: per_token={self.per_token} must lie in [1, {self.num_experts}]",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder-only transformer of any checkpoint family."""
 
@@ -67,6 +98,8 @@ class ModelConfig:
     """H: width of one head."""
     ffn_size: int
     """F: width of the feed-forward layer."""
+    experts: ExpertsConfig | None = None
+    """Mixture of experts in place of the feed-forward layer; None: no layer has one."""
     max_position: int
     """Longest context in tokens that the position embeddings cover."""
     embedding_size: int | None = None
@@ -233,6 +266,27 @@ class ModelConfig:
             return "absorb"
         return "partial" if self.rope.rotary_dim < self.head_dim else "v-absorb"
 
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """Return the mixture of experts of a layer; None: it has one feed-forward layer."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def dense_size(self, layer: int) -> int:
+        """Return F of the part of a layer's feed-forward layer that all tokens go to; 0: there is none."""
+        experts = self.experts_of(layer)
+        return self.ffn_size if experts is None else experts.shared_size
+
+    @property
+    def ffn_sizes(self) -> tuple[int, ...]:
+        """F of every feed-forward layer that some layer has."""
+        sizes = {self.dense_size(i) for i in range(self.num_layers)} | ({self.experts.size} if self.experts else set())
+        return tuple(sorted(sizes - {0}))
+
+    @property
+    def widest_ffn(self) -> int:
+        """Values between the products of a token's feed-forward layer, in the layer that has most."""
+        mixed = 0 if self.experts is None else self.experts.per_token * self.experts.size + self.experts.shared_size
+        return max(mixed, *(self.dense_size(i) for i in range(self.num_layers)))
+
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Return the rotary embedding of a layer."""
         return self.local_rope if layer in self.local_layers else self.rope
@@ -244,17 +298,22 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """Number of parameters, counting tied embeddings once."""
-        d, e, f = self.hidden_size, self.embedding_size or self.hidden_size, self.ffn_size
+        d, e = self.hidden_size, self.embedding_size or self.hidden_size
         q, kv = self.num_heads * self.head_dim, self.lane
         norm = (2 if self.norm_bias else 1) * d
         norms = 4 if self.norm_placement == "sandwich" else 2
-        layer = d * (q + 2 * kv) + q * d + (3 if self.gated else 2) * d * f + norms * norm
+        layer = d * (q + 2 * kv) + q * d + norms * norm
         layer += (q + 2 * kv) if self.qkv_bias else 0
         layer += d if self.out_bias else 0
-        layer += (f * (2 if self.gated else 1) + d) if self.ffn_bias else 0
         if self.qk_norm is not None:
             layer += 2 * self.head_dim if self.qk_norm == "head" else q + kv
         total = self.vocab_size * e + self.num_layers * layer
+        products = 3 if self.gated else 2
+        for i in range(self.num_layers):
+            experts, f = self.experts_of(i), self.dense_size(i)
+            total += products * d * f + ((f * (products - 1) + d) if self.ffn_bias else 0)
+            if experts is not None:
+                total += experts.num_experts * (d + products * d * experts.size) + (d if f else 0)
         if self.position == "learned":
             total += (self.max_position + self.position_offset) * d
         total += norm if self.final_norm else 0

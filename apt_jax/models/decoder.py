@@ -47,6 +47,7 @@ from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.calls import LogitModifiers
 from apt_jax.ops.linear import activate, dense, project_kv
 from apt_jax.ops.weights import (
+    Experts,
     GroupedMatrix,
     IntegerTiles,
     NormParams,
@@ -67,9 +68,19 @@ def _feed_forward(
 ) -> Float[Array, "T D"]:
     """Compute the feed-forward layer in float32; between its two products, values have the dtype of x. `index` is the
     adapter of each row."""
-    dtype, ops, f = x.dtype, options.ops, config.ffn_size
+    if p.experts is not None:
+        return _add_experts(x, p, p.experts, config, options)
     if p.adapters is not None:
         return _adapted_feed_forward(x, p, config, options, index)
+    up = _first_half(x, p, config, options)
+    return apply_dense_summed(up, p.w_down, p.b_down, options)
+
+
+def _first_half(
+    x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, options: StepOptions
+) -> Shaped[Array, "T F"]:
+    """Compute the values between the products of a feed-forward layer, in the dtype of x."""
+    dtype, ops = x.dtype, options.ops
     if not config.gated:
         up = apply_dense(x, p.w_up, p.b_up, ops.dense, config.activation, dtype)
     elif p.w_gate_up is None:
@@ -79,8 +90,27 @@ def _feed_forward(
         up = ops.gated(x, p.w_gate_up, config.activation)
     else:
         both = apply_dense(x, p.w_gate_up, p.b_gate_up, ops.dense)
+        f = both.shape[1] // 2
         up = activate(both[:, :f], config.activation) * both[:, f:]
-    return apply_dense_summed(up.astype(dtype), p.w_down, p.b_down, options)
+    return up.astype(dtype)
+
+
+def _add_experts(
+    x: Float[Array, "T D"], p: LayerParams, experts: Experts, config: ModelConfig, options: StepOptions
+) -> Float[Array, "T D"]:
+    """Compute a mixture of experts in float32, with the expert that all tokens go to if the layer has one."""
+    assert config.experts is not None
+    scores = jax.nn.softmax(dense(x, experts.router), axis=-1)
+    weights, ids = lax.top_k(scores, config.experts.per_token)
+    if config.experts.normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    out = options.ops.experts(x, ids, weights, experts, config.activation)
+    if experts.shared_gate is not None:
+        shared = apply_dense(_first_half(x, p, config, options), p.w_down, None, options.ops.dense)
+        out = out + jax.nn.sigmoid(dense(x, experts.shared_gate)) * shared
+    if options.tensor is not None:
+        out = options.tensor.sum(out.astype(x.dtype)).astype(jnp.float32)
+    return out
 
 
 def _adapted_feed_forward(

@@ -66,6 +66,8 @@ def target_shape(field: str, config: ModelConfig) -> tuple[int, int] | None:
     """Return (outputs, inputs) of a matrix of `TARGETS`; None: the model has no such matrix."""
     heads, lanes = config.num_heads * config.head_dim, config.lane
     d, f = config.hidden_size, config.ffn_size
+    if config.experts is not None and field in ("w_gate", "w_up", "w_down"):
+        return None
     return {
         "wq": (heads, d),
         "wk": (lanes, d),

@@ -150,7 +150,7 @@ def _plan(
     weights = sum(leaf.device_bytes for leaf in leaves)
     itemsize = jnp.dtype(dtype).itemsize
     step = 4 * max_num_seqs * config.vocab_size
-    step += max_num_batched_tokens * (8 * config.hidden_size + 2 * itemsize * config.ffn_size // num_devices)
+    step += max_num_batched_tokens * (8 * config.hidden_size + 2 * itemsize * config.widest_ffn // num_devices)
     smallest = min(cache.block_size, config.hidden_block_size(cache.block_size)) if hidden else cache.block_size
     # Last tokens, block tables and token counts of all slots: `StepFormat.slot_bytes`.
     step += 4 * max_num_seqs * (1 + 2 * -(-max_model_len // smallest) + config.vocab_size)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apt_jax.models.config import ModelConfig
-from apt_jax.ops.weights import NormParams
+from apt_jax.ops.weights import Experts, NormParams
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +50,7 @@ class LayerParams:
     ffn_norm: NormParams | None
     ffn_out_norm: NormParams | None
     w_gate: Any
-    """(F, D)"""
+    """(F, D); with experts, gate, up and down are those of the expert that all tokens go to, or None"""
     b_gate: Any
     w_up: Any
     """(F, D)"""
@@ -58,6 +58,8 @@ class LayerParams:
     w_down: Any
     """(D, F)"""
     b_down: Any
+    experts: Experts | None = None
+    """Mixture of experts; None: the layer has none"""
     wqkv: Any = None
     """((N + 2K) * H, D): wq, wk and wv as one matrix; None: not fused. See `fuse_products`."""
     bqkv: Any = None
@@ -108,7 +110,7 @@ def output_head(params: ModelParams) -> ModelParams:
 
 
 def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str, ...]], Any]) -> ModelParams:
-    d, f, h = config.hidden_size, config.ffn_size, config.head_dim
+    d, h = config.hidden_size, config.head_dim
     n, k, v = config.num_heads, config.num_kv_heads, config.vocab_size
     e = config.embedding_size or d
     before = config.norm_placement in ("pre", "post", "sandwich")
@@ -130,8 +132,22 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             return leaf(name, (h,), ("head_dim",))
         return only_if(config.qk_norm == "lane", name, (heads * h,), (axis,))
 
+    def experts(i: int, p: str) -> Experts | None:
+        e = config.experts_of(i)
+        if e is None:
+            return None
+        inner = (e.num_experts, e.size, d)
+        return Experts(
+            router=leaf(p + "router", (e.num_experts, d), ("experts", "embed")),
+            w_gate=leaf(p + "w_gate", inner, ("experts", "ffn", "embed")),
+            w_up=leaf(p + "w_up", inner, ("experts", "ffn", "embed")),
+            w_down=leaf(p + "w_down", (e.num_experts, d, e.size), ("experts", "embed", "ffn")),
+            shared_gate=only_if(e.shared_size > 0, p + "shared_gate", (1, d), ("one", "embed")),
+        )
+
     def layer(i: int) -> LayerParams:
-        p = f"layers.{i}."
+        p, f = f"layers.{i}.", config.dense_size(i)
+        is_dense, has_bias = f > 0, f > 0 and config.ffn_bias
         return LayerParams(
             attn_norm=norm(p + "attn_norm", before),
             attn_out_norm=norm(p + "attn_out_norm", after),
@@ -147,12 +163,13 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             bo=only_if(config.out_bias, p + "bo", (d,), ("embed",)),
             ffn_norm=norm(p + "ffn_norm", before),
             ffn_out_norm=norm(p + "ffn_out_norm", after),
-            w_gate=only_if(config.gated, p + "w_gate", (f, d), ("ffn", "embed")),
-            b_gate=only_if(config.gated and config.ffn_bias, p + "b_gate", (f,), ("ffn",)),
-            w_up=leaf(p + "w_up", (f, d), ("ffn", "embed")),
-            b_up=only_if(config.ffn_bias, p + "b_up", (f,), ("ffn",)),
-            w_down=leaf(p + "w_down", (d, f), ("embed", "ffn")),
-            b_down=only_if(config.ffn_bias, p + "b_down", (d,), ("embed",)),
+            w_gate=only_if(is_dense and config.gated, p + "w_gate", (f, d), ("ffn", "embed")),
+            b_gate=only_if(has_bias and config.gated, p + "b_gate", (f,), ("ffn",)),
+            w_up=only_if(is_dense, p + "w_up", (f, d), ("ffn", "embed")),
+            b_up=only_if(has_bias, p + "b_up", (f,), ("ffn",)),
+            w_down=only_if(is_dense, p + "w_down", (d, f), ("embed", "ffn")),
+            b_down=only_if(has_bias, p + "b_down", (d,), ("embed",)),
+            experts=experts(i, p + "experts."),
         )
 
     positions = config.max_position + config.position_offset
@@ -242,7 +259,10 @@ def _normal(key: jax.Array, mean: jax.Array, shape: tuple[int, ...], dtype: Any,
 
 
 def is_matrix(name: str) -> bool:
-    """True if a leaf of `param_names` is a matrix that activations are multiplied by, or the token embeddings."""
+    """True if a leaf of `param_names` is a matrix that all activations are multiplied by, or the token embeddings; the
+    matrices of experts are none."""
+    if ".experts." in name:
+        return False
     field = name.rsplit(".", 1)[-1]
     return field in ("embed", "head", "project_in", "project_out", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 

@@ -87,7 +87,7 @@ def sizes_that_fit(config: ModelConfig) -> list[int]:
         for t in range(1, config.num_heads + 1)
         if config.num_heads % t == 0
         and (config.num_kv_heads % t == 0 or t % config.num_kv_heads == 0)
-        and config.ffn_size % t == 0
+        and all(f % t == 0 for f in config.ffn_sizes)
     ]
 
 
@@ -97,7 +97,7 @@ def check_size(config: ModelConfig, size: int) -> None:
     if size not in fit:
         raise ConfigError(
             f"tensor_parallel_size={size} does not divide this model ({config.num_heads} query heads, {config.num_kv_heads} key heads, "
-            f"feed-forward width {config.ffn_size}); {', '.join(map(str, fit))} do (-tp)"
+            f"feed-forward width {', '.join(map(str, config.ffn_sizes))}); {', '.join(map(str, fit))} do (-tp)"
         )
 
 
@@ -171,9 +171,12 @@ def own_config(config: ModelConfig, size: int) -> ModelConfig:
     number of ALiBi slopes is right, but not their values, which differ between devices."""
     if size == 1:
         return config
-    heads = config.num_heads // size
+    heads, experts = config.num_heads // size, config.experts
+    if experts is not None:
+        experts = dataclasses.replace(experts, size=experts.size // size, shared_size=experts.shared_size // size)
     return dataclasses.replace(
         config,
+        experts=experts,
         num_heads=heads,
         num_kv_heads=config.num_kv_heads // size,
         ffn_size=config.ffn_size // size,

@@ -11,6 +11,7 @@ from jax import Array
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.ops.weights import (
+    Experts,
     GroupedMatrix,
     IntegerTiles,
     PreNormLayer,
@@ -152,7 +153,24 @@ def tile_params(params: ModelParams, *, keep: bool, integers: bool = False) -> M
             return tile_integers(w)
         return tile_matrix(w)
 
-    return map_matrices(params, tiled, keep=(lambda w: w) if keep else None)
+    params = map_matrices(params, tiled, keep=(lambda w: w) if keep else None)
+    layers = [dataclasses.replace(p, experts=p.experts and tile_experts(p.experts)) for p in params.layers]
+    return dataclasses.replace(params, layers=tuple(layers))
+
+
+def tile_experts(experts: Experts) -> Experts:
+    """Tile the matrices of experts, with gate and up as one; widths that tiles do not divide stay as they are."""
+    width, inner = experts.w_down.shape[1:]
+    if width % 16 or inner % 16:
+        return experts
+    both = jnp.concatenate([experts.w_gate, experts.w_up], axis=1)
+    return dataclasses.replace(
+        experts,
+        w_gate_up=tile_matrix(both.reshape(-1, width)),
+        w_down=tile_matrix(experts.w_down.reshape(-1, inner)),
+        w_gate=None,
+        w_up=None,
+    )
 
 
 def tile_matrix(w: Array | QuantizedMatrix) -> TiledMatrix:

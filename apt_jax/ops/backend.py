@@ -39,6 +39,8 @@ class KernelBackend:
     """Products of heads with one matrix per head, like `linear.head_products`."""
     add_low_rank: Callable[..., Array] = low_rank.add_low_rank
     """Adds the LoRA terms of adapters to products, like `low_rank.add_low_rank`."""
+    experts: Callable[..., Array] = linear.experts
+    """Mixture of experts, like `linear.experts`."""
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
     """`dense` followed by `sampling.greedy`, with the arguments of `dense`; None: not provided."""
     gated: Callable[[Array, Any, str], Array] | None = None
@@ -55,7 +57,7 @@ class KernelBackend:
     takes_layer: Callable[..., bool] = lambda *_: False
     """Returns True if `decode_layer` supports a layer (`cpu.ops.takes_layer`)."""
     skips_rows: bool = False
-    """True if `dense`, `dense_argmax`, `gated`, `add_norm` and `split_qkv` take `live`, the number of rows to compute;
+    """True if `dense`, `experts`, `dense_argmax`, `gated`, `add_norm` and `split_qkv` take `live`, the number of rows to compute;
     rows from `live` on are padding and give zeros."""
     tiles: bool = False
     """True if float32 and bfloat16 products take weights in the layout of `models.weight_layout.tile_params`."""
@@ -87,4 +89,4 @@ class KernelBackend:
         return dataclasses.replace(self, skips_rows=False, **bound)
 
 
-_OF_ROWS = ("dense", "dense_argmax", "gated", "add_norm", "split_qkv")
+_OF_ROWS = ("dense", "experts", "dense_argmax", "gated", "add_norm", "split_qkv")

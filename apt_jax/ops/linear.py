@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from apt_jax.ops.calls import KeyNorm
-from apt_jax.ops.weights import GroupedMatrix
+from apt_jax.ops.weights import Experts, GroupedMatrix
 
 
 def dot(
@@ -66,6 +66,29 @@ def dense(
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None, :]
     return (out if activation is None else activate(out, activation)).astype(dtype)
+
+
+def experts(
+    x: Float[Array, "T D"],
+    ids: Int32[Array, "T E"],
+    weights: Float[Array, "T E"],
+    w: Experts,
+    activation: str,
+) -> Float[Array, "T D"]:
+    """Return for each row the sum, weighted by `weights`, of the gated feed-forward layers `ids`, in float32. Rows are
+    sorted by expert, so that a device reads only the experts that some row goes to."""
+    rows, each = ids.shape
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    counts = jnp.bincount(ids.reshape(-1), length=w.router.shape[0]).astype(jnp.int32)
+    by_output = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+
+    def product(values: Array, matrices: Array) -> Array:
+        return lax.ragged_dot_general(values, matrices, counts, by_output, preferred_element_type=jnp.float32)
+
+    sorted_rows = x[order // each].astype(w.w_gate.dtype)
+    up = activate(product(sorted_rows, w.w_gate), activation) * product(sorted_rows, w.w_up)
+    out = product(up.astype(w.w_down.dtype), w.w_down)[jnp.argsort(order)].reshape(rows, each, -1)
+    return jnp.sum(out * weights[..., None], axis=1)
 
 
 def activate(x: Float[Array, "T F"], name: str) -> Float[Array, "T F"]:

@@ -22,6 +22,26 @@ class NormParams:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Mixture of experts of a layer. Matrices are arrays, or a `TiledMatrix` of the experts' matrices one after
+    another."""
+
+    router: Any
+    """(X, D)"""
+    w_gate: Any
+    """(X, F, D)"""
+    w_up: Any
+    """(X, F, D)"""
+    w_down: Any
+    """(X, D, F)"""
+    shared_gate: Any = None
+    """(1, D): gate of the expert that all tokens go to; None: there is no such expert"""
+    w_gate_up: Any = None
+    """(X * 2F, D): for each expert w_gate, then w_up, in place of the two if they are tiled; otherwise None"""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank:
     """LoRA matrices of S adapters for one weight matrix (O, I); adapters with a lower rank than R, or without this
     matrix, are padded with zeros."""

@@ -13,6 +13,7 @@ from apt_jax.cpu import build
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
+    "tests/cpu/test_experts.py",
     "tests/cpu/test_kernels.py",
     "tests/cpu/test_integer_products.py",
     "tests/pallas/test_attention.py",

@@ -29,6 +29,7 @@ QUICK = [
     "partly rotary, hidden",
     "norm of all keys, fewer than devices",
     "caps and windows, hidden",
+    "experts, both",
     "int8, both",
     "int8, fewer key heads than devices",
 ]

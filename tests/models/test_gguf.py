@@ -22,7 +22,7 @@ from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.text.detokenizer import IncrementalDetokenizer
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.gguf_models import SHAPES, THETA, H, K, L, N, V, gguf_name, hf_tensors, write_gguf
+from tests.support.gguf_models import SHAPES, THETA, H, K, L, N, V, X, gguf_name, hf_tensors, moe_shapes, write_gguf
 from tests.support.opt_checkpoint import write_model
 
 Q = gguf.GGMLQuantizationType
@@ -295,10 +295,27 @@ def test_ends_are_the_ids_that_are_named_and_those_known_by_their_text(tmp_path)
     assert _fields(tmp_path, extra=_with_tokens("<s>", eos=2**32 - 1))["eos_token_id"] is None
 
 
-def test_parts_mixtures_and_uneven_layers_are_refused(tmp_path):
+def test_parts_are_refused(tmp_path):
     with pytest.raises(ModelLoadError, match="one of 3 parts"):
         _fields(tmp_path, extra=lambda w: w.add_uint16("split.count", 3))
-    with pytest.raises(ModelLoadError, match="mixtures of experts"):
+
+
+def test_a_llama_file_with_experts_is_mixtral(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {n: rng.standard_normal(s).astype(np.float32) for n, s in moe_shapes(mixtral=True).items()}
+
+    def add(writer):
+        writer.add_expert_count(X)
+        writer.add_expert_used_count(2)
+
+    write_gguf(tmp_path / "m.gguf", "llama", tensors, extra=add)
+    model = load_model(EngineConfig(model=str(tmp_path / "m.gguf")))
+    assert model.config.family == "mixtral"
+    first = model.params.layers[0].experts
+    assert first is not None
+    np.testing.assert_allclose(first.w_up, tensors["model.layers.0.block_sparse_moe.experts.w3.weight"], atol=1e-6)
+    np.testing.assert_allclose(first.w_down, tensors["model.layers.0.block_sparse_moe.experts.w2.weight"], atol=1e-6)
+    with pytest.raises(ModelLoadError, match=r"expert_used_count is missing"):
         _fields(tmp_path, extra=lambda w: w.add_expert_count(8))
 
 

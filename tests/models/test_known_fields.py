@@ -42,6 +42,11 @@ OTHER: dict[str, Any] = {
     "query_pre_attn_scalar": 100,
     "sliding_window": 5,
     "max_window_layers": 0,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+    "qkv_bias": False,
+    **dict.fromkeys(("decoder_sparse_step", "num_experts", "num_local_experts", "num_experts_per_tok"), 3),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
     "layer_types": (["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]),
     "original_max_position_embeddings": 4096,
     "alibi_bias_max": 4,
@@ -87,8 +92,10 @@ def small(architecture: str, family: ModelFamily) -> dict[str, Any]:
         fields |= {"original_max_position_embeddings": 32}
     elif "original_max_position_embeddings" in known:
         fields |= {"original_max_position_embeddings": 16, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    if "use_sliding_window" in known:
+        fields |= {"use_sliding_window": True, "sliding_window": 7}
     if "max_window_layers" in known:
-        fields |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+        fields |= {"max_window_layers": 1}
     return {"architectures": [architecture], "vocab_size": 97, **fields}  # fmt: skip
 
 

@@ -62,6 +62,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         text_config=_BASE | dict(num_key_value_heads=4, head_dim=8, sliding_window=9, sliding_window_pattern=2),
         vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14),
         mm_tokens_per_image=4)),
+    "qwen3 moe": ("Qwen3MoeConfig", _BASE | dict(
+        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True)),
+    "qwen3 moe, a dense layer": ("Qwen3MoeConfig", _BASE | dict(
+        num_hidden_layers=3, num_key_value_heads=4, head_dim=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+        norm_topk_prob=False, mlp_only_layers=[1], attention_bias=True,
+        use_sliding_window=True, sliding_window=9)),
+    "qwen2 moe": ("Qwen2MoeConfig", _BASE | dict(
+        num_hidden_layers=4, num_key_value_heads=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=20, decoder_sparse_step=2, use_sliding_window=True, sliding_window=11, max_window_layers=3)),
+    "mixtral": ("MixtralConfig", _BASE | dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "mixtral, window": ("MixtralConfig", _BASE | dict(num_key_value_heads=4, num_local_experts=3, num_experts_per_tok=1, sliding_window=9)),
     "olmo2": ("Olmo2Config", _BASE | dict(num_key_value_heads=4)),
     "olmo2 grouped": ("Olmo2Config", _BASE | dict(num_key_value_heads=2)),
     "gpt2": ("GPT2Config", dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)),

@@ -37,6 +37,30 @@ def _llama_shapes(*, bias: bool = False, norms: bool = False, gemma2: bool = Fal
     return shapes
 
 
+X = 3
+
+
+def moe_shapes(*, shared: bool = False, mixtral: bool = False, **more: bool) -> dict[str, tuple[int, ...]]:
+    shapes = {name: shape for name, shape in _llama_shapes(**more).items() if ".mlp." not in name}
+    for i in range(L):
+        p = f"model.layers.{i}." + ("block_sparse_moe." if mixtral else "mlp.")
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        shapes |= {
+            p + "gate.weight": (X, D),
+            p + f"experts.{gate}.weight": (X, F, D),
+            p + f"experts.{up}.weight": (X, F, D),
+            p + f"experts.{down}.weight": (X, D, F),
+        }
+        if shared:
+            shapes |= {
+                p + "shared_expert_gate.weight": (1, D),
+                p + "shared_expert.gate_proj.weight": (2 * F, D),
+                p + "shared_expert.up_proj.weight": (2 * F, D),
+                p + "shared_expert.down_proj.weight": (D, 2 * F),
+            }
+    return shapes
+
+
 def _fused_shapes(
     top: Mapping[str, tuple[int, ...]], layer: str, inner: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
@@ -120,7 +144,9 @@ def _mpt_shapes() -> dict[str, tuple[int, ...]]:
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "llama": _llama_shapes() | {"lm_head.weight": (V, D)},
     "qwen2": _llama_shapes(bias=True),
+    "qwen2moe": moe_shapes(bias=True, shared=True),
     "qwen3": _llama_shapes(norms=True),
+    "qwen3moe": moe_shapes(norms=True),
     "gemma": _llama_shapes(),
     "gemma2": _llama_shapes(gemma2=True),
     "gemma3": _llama_shapes(norms=True, gemma2=True),
@@ -193,6 +219,11 @@ def add_metadata(writer: gguf.GGUFWriter, arch: str) -> None:
         writer.add_rope_dimension_count(H)
         writer.add_key_length(H)
         writer.add_value_length(H)
+    if arch in ("qwen2moe", "qwen3moe"):
+        writer.add_expert_count(X)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(F)
+        writer.add_expert_shared_feed_forward_length(2 * F)
     if arch == "gptneox":
         writer.add_rope_dimension_count(H // 2)
         writer.add_parallel_residual(True)

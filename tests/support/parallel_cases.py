@@ -29,7 +29,7 @@ from apt_jax.config import CacheConfig, Quantization
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.programs import programs
 from apt_jax.models import sharding as parallel
-from apt_jax.models.config import ModelConfig, RopeConfig
+from apt_jax.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from apt_jax.models.params import ModelParams, dummy_params, param_names
 from apt_jax.pallas import triton_decode_shards
 from apt_jax.sched import make_policy
@@ -88,6 +88,9 @@ MODELS: dict[str, ModelConfig] = {
         norm_placement="sandwich", norm_offset=1.0, qk_norm="head", layer_windows=(7, None), local_layers=(0,),
         local_rope=RopeConfig(inv_freq=(1.5, 0.7, 0.4, 0.2)),
     ),
+    "experts": _llama(
+        num_layers=3, experts=ExpertsConfig(num_experts=5, per_token=2, size=16, normalize=True, dense_layers=(0,), shared_size=8),
+    ),
 }  # fmt: skip
 CASES: dict[str, tuple[str, str, Any]] = {
     # name: model, kind that requests get, attention over layer inputs
@@ -114,6 +117,8 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "norm of all keys, fewer than devices": ("olmo2 grouped", "kv", "auto"),
     "caps and windows, hidden": ("gemma2", "hidden", "absorb"),
     "rotary embeddings by layer, hidden": ("gemma3", "hidden", "absorb"),
+    "experts, kv": ("experts", "kv", "auto"),
+    "experts, both": ("experts", "hybrid", "absorb"),
     "int8, both": ("opt", "hybrid", "absorb"),
     "int8, fewer key heads than devices": ("llama grouped", "kv", "auto"),
 }

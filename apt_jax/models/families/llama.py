@@ -40,6 +40,10 @@ IN_LAYER = {
     "b_up": "mlp.up_proj.bias",
     "w_down": "mlp.down_proj.weight",
     "b_down": "mlp.down_proj.bias",
+    "experts.router": "mlp.gate.weight",
+    "experts.w_gate": "mlp.experts.*.gate_proj.weight",
+    "experts.w_up": "mlp.experts.*.up_proj.weight",
+    "experts.w_down": "mlp.experts.*.down_proj.weight",
 }
 
 

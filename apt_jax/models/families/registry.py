@@ -17,12 +17,14 @@ from apt_jax.models.families import (
     gpt_neox,
     llama,
     mistral,
+    mixtral,
     mpt,
     olmo2,
     opt,
     phi3,
     qwen2,
     qwen3,
+    qwen_moe,
 )
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -32,6 +34,9 @@ FAMILIES: dict[str, ModelFamily] = {
     "MinistralForCausalLM": dataclasses.replace(mistral.FAMILY, name="ministral", presets={}),
     "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen3ForCausalLM": qwen3.FAMILY,
+    "Qwen2MoeForCausalLM": qwen_moe.QWEN2,
+    "Qwen3MoeForCausalLM": qwen_moe.QWEN3,
+    "MixtralForCausalLM": mixtral.FAMILY,
     "Phi3ForCausalLM": phi3.FAMILY,
     "GemmaForCausalLM": gemma.FAMILY,
     "Gemma2ForCausalLM": gemma2.FAMILY,

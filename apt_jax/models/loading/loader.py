@@ -187,6 +187,8 @@ class _Leaf:
     """Value of all elements if `stored` is None."""
     source: Source | None = None
     """Layout of the leaf in the tensor; None if `stored` is None."""
+    parts: tuple[str, ...] = ()
+    """Names of all tensors whose stack is the leaf, of which `stored` is the first; empty: it is one tensor."""
 
 
 def _match(
@@ -218,6 +220,14 @@ def _match(
             continue
         source = family.source(leaf, shape, config)
         bare = source.name
+        if source.parts and bare not in by_bare_name:
+            wanted |= dict.fromkeys(source.parts, source.shape[1:])
+            absent = [part for part in source.parts if part not in by_bare_name]
+            missing += absent
+            if not absent:
+                stored = tuple(by_bare_name[part] for part in source.parts)
+                leaves.append(_Leaf(leaf, shape, stored[0], source=source, parts=stored))
+            continue
         wanted[bare] = source.shape
         if bare in by_bare_name:
             leaves.append(_Leaf(leaf, shape, by_bare_name[bare], source=source))
@@ -320,6 +330,15 @@ def _restored(
     return array
 
 
+def _stacked(checkpoint: Checkpoint, leaf: _Leaf, dtype: np.dtype[Any], path: Path, bar: Any) -> np.ndarray:
+    """Read a leaf that is stored in parts, in `dtype`."""
+    values = np.empty(leaf.shape, dtype)
+    for i, name in enumerate(leaf.parts):
+        values[i] = read_cast(checkpoint, name, dtype, path)
+        bar.update(checkpoint.tensors[name].num_bytes)
+    return values
+
+
 def _is_grouped(checkpoint: Checkpoint, leaf: _Leaf) -> bool:
     """True if a leaf is a matrix that can be kept as integers."""
     if leaf.stored is None or not is_matrix(leaf.leaf) or not isinstance(checkpoint, GgufCheckpoint):
@@ -369,7 +388,7 @@ def _load_params(
                 f"{path}: {tied_head!r} differs from {embed!r}, but config.json ties them (tie_word_embeddings)"
             )
     arrays: dict[str, Any] = {}
-    stored = {leaf.stored for leaf in leaves if leaf.stored is not None}
+    stored = {name for leaf in leaves if leaf.stored is not None for name in leaf.parts or (leaf.stored,)}
     total = sum(checkpoint.tensors[name].num_bytes for name in stored)
     # disable=None: shown on a terminal only.
     with tqdm(
@@ -398,6 +417,10 @@ def _load_params(
                 if leaf.stored != last_name:
                     last, last_name = None, leaf.stored
                     bar.update(checkpoint.tensors[leaf.stored].num_bytes)
+                continue
+            if leaf.parts:
+                last, last_name = None, None
+                arrays[leaf.leaf] = _put(_stacked(checkpoint, leaf, dtype, path, bar), where)
                 continue
             array = _restored(checkpoint, leaf, dtype, path, where)
             if array is None:
@@ -478,6 +501,10 @@ def load_model(
         # A GGUF file has no config.json: its fields come from the metadata.
         text = str(error).replace("config.json", "metadata") if resolved.format == "gguf" else str(error)
         raise ModelLoadError(text if text.startswith(where) else f"{where}: {text}") from error.__cause__
+    if config.quantization is not None and model_config.experts is not None:
+        raise ModelLoadError(
+            f"{where}: quantization={config.quantization!r} does not support mixtures of experts; leave it out (--quantization)"
+        )
     ignored = [name for name in ("auto_map", "trust_remote_code") if fields.get(name)]
     if ignored:
         _logger.warning(

@@ -172,9 +172,15 @@ def _rotary_fields(file: GgufFile, get: _Metadata) -> dict[str, Any]:
 
 
 def _llama(file: GgufFile, get: _Metadata) -> dict[str, Any]:
-    if get.raw("expert_count"):
-        raise ModelLoadError(f"{file.path}: mixtures of experts are not supported")
     fields = _rotary_fields(file, get)
+    if get.raw("expert_count"):
+        return fields | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": get.size("expert_count"),
+            "num_experts_per_tok": get.size("expert_used_count"),
+            "sliding_window": get.raw("attention.sliding_window") or None,
+        }
     fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     window = get.raw("attention.sliding_window")
     if not window:
@@ -201,6 +207,33 @@ def _qwen3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "use_sliding_window": False,
+    }
+
+
+def _qwen3moe(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    return _rotary_fields(file, get) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "use_sliding_window": False,
+        "num_experts": get.size("expert_count"),
+        "num_experts_per_tok": get.size("expert_used_count"),
+        "moe_intermediate_size": get.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # not in the file; llama.cpp assumes so
+    }
+
+
+def _qwen2moe(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    fields = _rotary_fields(file, get)
+    del fields["attention_bias"]  # always on q, k and v
+    return fields | {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "use_sliding_window": False,
+        "num_experts": get.size("expert_count"),
+        "num_experts_per_tok": get.size("expert_used_count"),
+        "moe_intermediate_size": get.size("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": get.size("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,  # not in the file; llama.cpp assumes so
     }
 
 
@@ -341,7 +374,9 @@ def _mpt(_file: GgufFile, get: _Metadata) -> dict[str, Any]:
 _FIELDS: dict[str, Callable[[GgufFile, _Metadata], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
+    "qwen2moe": _qwen2moe,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -17,6 +17,22 @@ _LLAMA_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
 _SANDWICH_LAYER = _LLAMA_LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -35,9 +51,11 @@ class _Names:
 
 
 _NAMES: dict[str, _Names] = {
-    "llama": _Names(_LLAMA_TOP, _LLAMA_LAYER),
+    "llama": _Names(_LLAMA_TOP, _LLAMA_LAYER | _MIXTRAL),
     "qwen2": _Names(_LLAMA_TOP, _LLAMA_LAYER),
+    "qwen2moe": _Names(_LLAMA_TOP, _LLAMA_LAYER | _EXPERTS),
     "qwen3": _Names(_LLAMA_TOP, _LLAMA_LAYER),
+    "qwen3moe": _Names(_LLAMA_TOP, _LLAMA_LAYER | _EXPERTS),
     "gemma": _Names(_LLAMA_TOP, _LLAMA_LAYER),
     "gemma2": _Names(_LLAMA_TOP, _SANDWICH_LAYER),
     "gemma3": _Names(_LLAMA_TOP, _SANDWICH_LAYER),
