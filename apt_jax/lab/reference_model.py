@@ -63,6 +63,9 @@ def _attention(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, laye
         q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
     q = _turn(_head_norm(q, p.q_norm, config), config.rope_of(layer))
     k = _turn(_head_norm(k, p.k_norm, config), config.rope_of(layer))
+    if config.query_growth is not None:
+        turns = jnp.floor(jnp.arange(x.shape[0]) / config.query_growth.length)
+        q = q * (1 + config.query_growth.factor * jnp.log(1 + turns))[:, None, None]
     k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
     scores = _einsum("TNH,SNH->NTS", q, k) * config.scale
     if config.attention_softcap is not None:

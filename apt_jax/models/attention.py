@@ -11,9 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
-from apt_jax.models.config import ModelConfig, RopeConfig
+from apt_jax.models.config import ModelConfig, QueryGrowth, RopeConfig
 from apt_jax.models.lora import adapted, adapter_of
 from apt_jax.models.params import LayerParams
 from apt_jax.models.sharding import TensorParallel
@@ -112,7 +112,10 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
     def project(start: int, stop: int, *, q_only: bool = False) -> tuple[Array, Array, Array]:
         cos_sin = None if a.cos_sin is None else (a.cos_sin[0][start:stop], a.cos_sin[1][start:stop])
         index = None if a.batch.adapters is None else a.batch.adapters[start:stop]
-        return _project(a, x[start:stop], cos_sin, index, q_only=q_only)
+        q, k, v = _project(a, x[start:stop], cos_sin, index, q_only=q_only)
+        if a.config.query_growth is not None:
+            q = _grown(q, a.batch.positions[start:stop], a.config.query_growth)
+        return q, k, v
 
     parts = []
     if b and not (kv_rows and hidden_rows and a.options.ops.branches):
@@ -161,6 +164,12 @@ def _project(
     q = _norm_and_rotate(a, q, p.q_norm, cos_sin, are_queries=True)
     k = k if q_only else _norm_and_rotate(a, k, p.k_norm, cos_sin, are_queries=False)
     return q.astype(x.dtype), zero_non_finite(k.astype(x.dtype)), zero_non_finite(v.astype(x.dtype))
+
+
+def _grown(q: Float[Array, "T E"], positions: Int32[Array, " T"], growth: QueryGrowth) -> Array:
+    """Return queries with the factor of their positions."""
+    factor = 1.0 + growth.factor * jnp.log1p((positions // growth.length).astype(jnp.float32))
+    return (q * factor[:, None]).astype(q.dtype)
 
 
 def _only_bias_and_rope(a: AttentionInputs) -> bool:
@@ -309,8 +318,10 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
     if options.hidden_mode == "absorb":
         z = options.ops.decode_absorbed(_absorb_keys(a, scaled, p.wk, of_decode), call)
     else:
-        assert a.all_angles is not None
-        r = q.shape[2] if options.hidden_mode == "v-absorb" else 2 * a.all_angles.shape[1]
+        r = q.shape[2]
+        if options.hidden_mode == "partial":
+            assert a.all_angles is not None
+            r = 2 * a.all_angles.shape[1]
         absorbed = None if r == q.shape[2] else _absorb_keys(a, scaled[:, :, r:], p.wk[:, r:], of_decode, first_lane=r)
         call = dataclasses.replace(call, projection=_projection(a, of_decode, lanes=r))
         z = options.ops.decode_v_absorbed(scaled[:, :, :r], absorbed, call)

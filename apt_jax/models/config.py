@@ -48,6 +48,21 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """Factor on queries that grows with their position: `1 + factor * log(1 + floor(position / length))` (Llama 4,
+    Ministral 3)."""
+
+    factor: float
+    length: int
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.factor) and self.factor >= 0 and self.length > 0,
+            f"model query_growth: factor={self.factor} must not be negative and length={self.length} must be positive",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Mixture of experts: in sparse layers, a router selects a few feed-forward layers for each token and adds their
     outputs with weights, the softmax of the router's scores."""
@@ -136,6 +151,11 @@ class ModelConfig:
     because windows that are at least as long as every context are removed (Gemma-3)."""
     local_layers: tuple[int, ...] = ()
     """Indices of the layers with `local_rope`; the others have `rope`. Indices beyond the last layer are ignored."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Indices of the layers without a rotary embedding, in a model of which other layers have one (SmolLM3); indices
+    beyond the last layer are ignored."""
+    query_growth: QueryGrowth | None = None
+    """Factor on queries that grows with their position; None: none."""
     alibi_slopes: tuple[float, ...] = ()
     """(N,) slope of each head: `slope * (j - i)` is added to the score of query i and key j."""
     attention_scale: float | None = None
@@ -289,6 +309,8 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Return the rotary embedding of a layer."""
+        if layer in self.unrotated_layers:
+            return None
         return self.local_rope if layer in self.local_layers else self.rope
 
     def window(self, layer: int) -> int | None:

@@ -98,11 +98,18 @@ _ROPE = FamilyFields(
         "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate", "short_factor",
         "long_factor",
     }),
-    off={"mrope_section": (), "short_mscale": (), "long_mscale": ()},
+    off={"mrope_section": (), "short_mscale": (), "long_mscale": (), "llama_4_scaling_beta": (0.0,)},
     ignored=frozenset({"finetuned"}),
 )  # fmt: skip
 ROPE = {"rope_parameters": _ROPE, "rope_scaling": _ROPE}
 """Known fields of the objects that may describe a rotary embedding."""
+_ROPE_WITH_GROWTH = dataclasses.replace(
+    _ROPE,
+    read=_ROPE.read | {"llama_4_scaling_beta"},
+    off={name: values for name, values in _ROPE.off.items() if name != "llama_4_scaling_beta"},
+    ignored=_ROPE.ignored | {"max_position_embeddings"},
+)
+ROPE_WITH_GROWTH = {"rope_parameters": _ROPE_WITH_GROWTH, "rope_scaling": _ROPE_WITH_GROWTH}
 ROPE_BY_LAYER = {
     "rope_parameters": FamilyFields(read=frozenset(), nested={"full_attention": _ROPE, "sliding_attention": _ROPE}),
     "rope_scaling": _ROPE,

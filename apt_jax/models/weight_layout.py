@@ -194,7 +194,7 @@ def pre_norm_layer(p: LayerParams, config: ModelConfig) -> PreNormLayer | None:
     example because it has adapters), or its projections are not fused."""
     is_plain = (
         config.norm_placement == "pre" and not config.parallel and config.clip_qkv is None
-        and config.scale * config.head_dim**0.5 == 1.0
+        and config.scale * config.head_dim**0.5 == 1.0 and config.query_growth is None
         and all(rope is None or rope.attention_factor == 1.0 for rope in (config.rope, config.local_rope))
     )  # fmt: skip
     others = (p.attn_out_norm, p.ffn_out_norm, p.q_norm, p.k_norm)

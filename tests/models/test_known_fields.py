@@ -43,6 +43,8 @@ OTHER: dict[str, Any] = {
     "sliding_window": 5,
     "max_window_layers": 0,
     "mlp_only_layers": [1],
+    "no_rope_layers": [0, 1],
+    "no_rope_layer_interval": 3,
     "norm_topk_prob": True,
     "qkv_bias": False,
     **dict.fromkeys(("decoder_sparse_step", "num_experts", "num_local_experts", "num_experts_per_tok"), 3),
@@ -94,6 +96,8 @@ def small(architecture: str, family: ModelFamily) -> dict[str, Any]:
         fields |= {"original_max_position_embeddings": 16, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     if "use_sliding_window" in known:
         fields |= {"use_sliding_window": True, "sliding_window": 7}
+    if "no_rope_layer_interval" in known:
+        fields |= {"no_rope_layer_interval": 2}
     if "max_window_layers" in known:
         fields |= {"max_window_layers": 1}
     return {"architectures": [architecture], "vocab_size": 97, **fields}  # fmt: skip
@@ -110,7 +114,7 @@ CASES = [
     (name, field)
     for name, (_, family) in BY_NAME.items()
     for field in sorted({"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"} | family.fields.read)
-    if field not in ELSEWHERE and name != "gemma3"
+    if field not in ELSEWHERE and name not in ("gemma3", "mistral3")
 ]
 
 

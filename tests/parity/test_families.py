@@ -30,7 +30,9 @@ def random_model(name: str, seed: int = 0) -> Any:
     config_class, fields = MODELS[name]
     torch.manual_seed(seed)
     config = getattr(transformers, config_class)(**fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    has_images = config_class == "Mistral3Config"
+    auto = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter_name, value in model.named_parameters():
             if value.dim() == 1:  # biases and norms

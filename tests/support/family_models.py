@@ -30,6 +30,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("MinistralConfig", _BASE | dict(
         num_key_value_heads=2, head_dim=8, sliding_window=9, layer_types=["full_attention", "sliding_attention"])),
     "mistral wide heads": ("MistralConfig", _BASE | dict(num_key_value_heads=4, head_dim=16, sliding_window=None)),
+    "ministral3": ("Ministral3Config", _BASE | dict(
+        num_key_value_heads=2, head_dim=8, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0})),
+    "ministral3 with images": ("Mistral3Config", dict(
+        text_config=_BASE | dict(model_type="ministral3", num_key_value_heads=4, head_dim=8, sliding_window=21,
+                                 rope_parameters=_YARN | {"llama_4_scaling_beta": 0.5}),
+        vision_config=dict(model_type="pixtral", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                           head_dim=8, image_size=28, patch_size=14),
+        tie_word_embeddings=False)),
+    "smollm3": ("SmolLM3Config", _BASE | dict(num_hidden_layers=4, num_key_value_heads=2)),
+    "smollm3 of many heads, windows": ("SmolLM3Config", _BASE | dict(
+        num_hidden_layers=3, num_key_value_heads=4, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=9, mlp_bias=True)),
     "qwen2": ("Qwen2Config", _BASE | dict(num_key_value_heads=4, use_sliding_window=True, sliding_window=9, max_window_layers=1)),
     "qwen2 grouped": ("Qwen2Config", _BASE | dict(num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen3": ("Qwen3Config", _BASE | dict(num_key_value_heads=2, head_dim=16)),

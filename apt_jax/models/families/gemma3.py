@@ -6,18 +6,18 @@ loaded, and images are not supported.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint_map import NORM_BUFFERS, ModelFamily, windows
+from apt_jax.models.checkpoint_map import ModelFamily, windows
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families.gemma import gemma_config
 from apt_jax.models.families.gemma2 import GEMMA2_FIELDS, source
 from apt_jax.models.families.llama import preset, strip_prefix
-from apt_jax.models.known_fields import ROPE_BY_LAYER, FamilyFields
+from apt_jax.models.families.with_images import text_family
+from apt_jax.models.known_fields import ROPE_BY_LAYER
 from apt_jax.models.rope import read_rope
 
 _DEFAULTS: dict[str, Any] = {
@@ -31,15 +31,6 @@ _FIELDS = dataclasses.replace(
     ),
     nested=ROPE_BY_LAYER,
 )
-_OUTER_FIELDS = FamilyFields(
-    read=frozenset(),
-    ignored=frozenset({
-        "vision_config", "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index",
-        "eoi_token_id",
-    }),
-    nested={"text_config": _FIELDS},
-)  # fmt: skip
-"""Top-level fields of a checkpoint with a vision encoder."""
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -92,20 +83,6 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     )
 
 
-def _text_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """Return `model_config` of the text model in a checkpoint with a vision encoder."""
-    text = fields.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ModelLoadError(f"config.json: text_config={text!r:.60} must be an object, the fields of the text model")
-    outer = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
-    config = model_config({name: fields[name] for name in outer if name in fields} | dict(text), max_len)
-    return dataclasses.replace(config, family="gemma3")
-
-
-def _strip_prefixes(name: str) -> str:
-    return strip_prefix(strip_prefix(name).removeprefix("language_model."))
-
-
 _GEMMA3, _WITH_IMAGES = "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"
 _SMALL: dict[str, Any] = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512}
 
@@ -132,17 +109,17 @@ FAMILY = ModelFamily(
     strip_prefix=strip_prefix,
 )
 
-TEXT_OF_FAMILY_WITH_IMAGES = dataclasses.replace(
+TEXT_OF_FAMILY_WITH_IMAGES = text_family(
     FAMILY,
-    name="gemma3",
+    "gemma3",
+    model_config=model_config,
     presets={
         "gemma-3-4b": _preset_with_images(34, 2560, 8, 4, 10240),
         "gemma-3-12b": _preset_with_images(48, 3840, 16, 8, 15360),
         "gemma-3-27b": _preset_with_images(62, 5376, 32, 16, 21504, head_dim=128, query_pre_attn_scalar=168),
     },
-    model_config=_text_config,
-    fields=_OUTER_FIELDS,
-    strip_prefix=_strip_prefixes,
-    ignored_tensors=re.compile(rf"{NORM_BUFFERS.pattern}|^(vision_tower|multi_modal_projector)\."),
-)
+    ignored=frozenset({
+        "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id",
+    }),
+)  # fmt: skip
 """The text model of checkpoints that also have a vision encoder."""

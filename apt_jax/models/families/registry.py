@@ -25,6 +25,7 @@ from apt_jax.models.families import (
     qwen2,
     qwen3,
     qwen_moe,
+    smollm3,
 )
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -32,6 +33,9 @@ FAMILIES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
     "MinistralForCausalLM": dataclasses.replace(mistral.FAMILY, name="ministral", presets={}),
+    "Ministral3ForCausalLM": mistral.MINISTRAL3,
+    "Mistral3ForConditionalGeneration": mistral.TEXT_OF_FAMILY_WITH_IMAGES,
+    "SmolLM3ForCausalLM": smollm3.FAMILY,
     "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen3ForCausalLM": qwen3.FAMILY,
     "Qwen2MoeForCausalLM": qwen_moe.QWEN2,
