@@ -245,7 +245,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "MPT, attention no object": (MPT | {"attn_config": 3}, "attn_config"),
     "BLOOM, residual": ({"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True}, "post_layernorm"),
     "OPT, norm flag": (_of("OPTForCausalLM", ffn_dim=96, layer_norm_elementwise_affine="x"), "affine"),
-    "unknown": (_of("FalconForCausalLM"), "MixtralForCausalLM"),
+    "unknown": (_of("FalconForCausalLM"), "FalconForCausalLM"),
 }  # fmt: skip
 
 
