@@ -84,6 +84,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         shared_expert_intermediate_size=20, decoder_sparse_step=2, use_sliding_window=True, sliding_window=11, max_window_layers=3)),
     "mixtral": ("MixtralConfig", _BASE | dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
     "mixtral, window": ("MixtralConfig", _BASE | dict(num_key_value_heads=4, num_local_experts=3, num_experts_per_tok=1, sliding_window=9)),
+    "olmoe": ("OlmoeConfig", _BASE | dict(num_key_value_heads=4, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)),
+    "olmoe grouped": ("OlmoeConfig", _BASE | dict(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, attention_bias=True)),
     "olmo2": ("Olmo2Config", _BASE | dict(num_key_value_heads=4)),
     "olmo2 grouped": ("Olmo2Config", _BASE | dict(num_key_value_heads=2)),
     "gpt2": ("GPT2Config", dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)),

@@ -147,6 +147,12 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "qwen2moe": moe_shapes(bias=True, shared=True),
     "qwen3": _llama_shapes(norms=True),
     "qwen3moe": moe_shapes(norms=True),
+    "olmoe": moe_shapes(norms=True)
+    | {
+        f"model.layers.{i}.self_attn.{n}_norm.weight": (heads * H,)
+        for i in range(L)
+        for n, heads in (("q", N), ("k", K))
+    },
     "gemma": _llama_shapes(),
     "gemma2": _llama_shapes(gemma2=True),
     "gemma3": _llama_shapes(norms=True, gemma2=True),
@@ -219,7 +225,7 @@ def add_metadata(writer: gguf.GGUFWriter, arch: str) -> None:
         writer.add_rope_dimension_count(H)
         writer.add_key_length(H)
         writer.add_value_length(H)
-    if arch in ("qwen2moe", "qwen3moe"):
+    if arch in ("qwen2moe", "qwen3moe", "olmoe"):
         writer.add_expert_count(X)
         writer.add_expert_used_count(2)
         writer.add_expert_feed_forward_length(F)

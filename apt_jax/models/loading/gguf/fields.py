@@ -237,6 +237,16 @@ def _qwen2moe(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     }
 
 
+def _olmoe(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    return _rotary_fields(file, get) | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "num_experts": get.size("expert_count"),
+        "num_experts_per_tok": get.size("expert_used_count"),
+        "norm_topk_prob": False,  # not in the file; llama.cpp assumes so
+    }
+
+
 def _gemma(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     return _rotary_fields(file, get) | {
         "architectures": ["GemmaForCausalLM"],
@@ -377,6 +387,7 @@ _FIELDS: dict[str, Callable[[GgufFile, _Metadata], dict[str, Any]]] = {
     "qwen2moe": _qwen2moe,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
+    "olmoe": _olmoe,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

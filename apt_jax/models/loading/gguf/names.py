@@ -56,6 +56,7 @@ _NAMES: dict[str, _Names] = {
     "qwen2moe": _Names(_LLAMA_TOP, _LLAMA_LAYER | _EXPERTS),
     "qwen3": _Names(_LLAMA_TOP, _LLAMA_LAYER),
     "qwen3moe": _Names(_LLAMA_TOP, _LLAMA_LAYER | _EXPERTS),
+    "olmoe": _Names(_LLAMA_TOP, _LLAMA_LAYER | _EXPERTS),
     "gemma": _Names(_LLAMA_TOP, _LLAMA_LAYER),
     "gemma2": _Names(_LLAMA_TOP, _SANDWICH_LAYER),
     "gemma3": _Names(_LLAMA_TOP, _SANDWICH_LAYER),
