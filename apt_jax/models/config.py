@@ -318,6 +318,16 @@ class ModelConfig:
         return self.layer_windows[layer] if self.layer_windows else None
 
     @property
+    def num_active_params(self) -> int:
+        """Number of parameters that the computation of one token uses: all but those of the experts that it does not go
+        to."""
+        if self.experts is None:
+            return self.num_params
+        idle = (self.experts.num_experts - self.experts.per_token) * self.hidden_size * self.experts.size
+        sparse = sum(self.experts_of(i) is not None for i in range(self.num_layers))
+        return self.num_params - sparse * idle * (3 if self.gated else 2)
+
+    @property
     def num_params(self) -> int:
         """Number of parameters, counting tied embeddings once."""
         d, e = self.hidden_size, self.embedding_size or self.hidden_size

@@ -130,6 +130,8 @@ def _plan(
     max_model_len: int,
     int8: bool,
 ) -> MemoryPlan:
+    if int8 and config.experts is not None:
+        raise ConfigError("mixtures of experts are not quantized; leave out --quantization")
     parallel.check_size(config, num_devices)
     config = parallel.with_repeated_heads(config, num_devices)
     padded = -(-config.vocab_size // num_devices) * num_devices

@@ -103,3 +103,22 @@ def test_several_devices_have_the_projections_once_however_they_are_cut():
     cuts = {leaf.name: leaf.cut for leaf in by_feature.leaves}
     assert cuts["layers.*.wk"] == cuts["layers.*.wv"] == "-, -, tensor"
     assert {leaf.cut for leaf in by_head.leaves if leaf.name in ("layers.*.wk", "layers.*.wv")} == {"tensor, -, -"}
+
+
+def test_experts_are_cut_by_their_width_and_never_quantized():
+    model = read_model_config({**PRESETS["qwen3-30b-a3b"], "num_hidden_layers": 1, "num_experts": 8})[1]
+    given: dict[str, Any] = {"device_bytes": 8 * GIB, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    one, two = (memory_plan(model, "bfloat16", CacheConfig(mode="kv"), num_devices=n, **given) for n in (1, 2))
+    sizes = {leaf.name: (leaf.cut, leaf.device_bytes) for leaf in two.leaves}
+    assert sizes["layers.*.experts.w_down"] == ("-, -, tensor", 8 * 2048 * 768)
+    assert sizes["layers.*.experts.w_up"] == ("-, tensor, -", 8 * 2048 * 768)
+    assert one.weight_bytes == 2 * model.num_params
+    with pytest.raises(ConfigError, match="mixtures of experts are not quantized"):
+        memory_plan(model, "bfloat16", CacheConfig(mode="kv"), num_devices=1, int8=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "active"), [("qwen3-30b-a3b", 3.35e9), ("mixtral-8x7b", 12.9e9), ("olmoe-1b-7b", 1.28e9)]
+)
+def test_active_parameters_are_those_that_were_published(name, active):
+    assert read_model_config(PRESETS[name])[1].num_active_params == pytest.approx(active, rel=0.01)

@@ -13,6 +13,7 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.llm import LLM
+from apt_jax.models.config import ModelConfig
 from apt_jax.utils.cache_dir import cache_dir
 from apt_jax.version import __version__
 from serve.cli import options
@@ -89,11 +90,16 @@ def known_models() -> dict[str, dict[str, str]]:
     sizes = {}
     for name, fields in PRESETS.items():
         model = read_model_config(fields)[1]
-        sizes[name] = f"{model.family}, {model.num_params / 1e9:.2g} billion parameters"
+        sizes[name] = f"{model.family}, {_billions(model)}"
     return {
         "models with their files": models_with_files(),
         "sizes, with random weights (--load-format dummy), or with files from the hub or a directory": sizes,
     }
+
+
+def _billions(model: ModelConfig) -> str:
+    active = f", {model.num_active_params / 1e9:.2g} of them for each token" if model.experts is not None else ""
+    return f"{model.num_params / 1e9:.2g} billion parameters{active}"
 
 
 def versions() -> dict[str, Any]:
@@ -166,7 +172,7 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     )
     gib = 2**30
     each = {
-        "model": f"{config.model}, {model.num_params / 1e9:.1f} billion parameters",
+        "model": f"{config.model}, {_billions(model)}",
         "dtype (--dtype)": config.dtype,
         "quantization": config.quantization or "none: weights as they are",
         "devices": devices,
