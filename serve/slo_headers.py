@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from apt_jax.errors import InvalidRequestError, json_kind
-from apt_jax.validation import MAX_SESSION_ID_CHARS
+from apt_jax.validation import is_session_id
 
 # The first name that is present wins.
 TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -62,8 +62,7 @@ def session_id(headers: Headers) -> str | None:
         value = headers.get(key)
         if value is not None:
             text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
-            text = text.strip()
-            return text if 1 <= len(text) <= MAX_SESSION_ID_CHARS and text.isprintable() else None
+            return text.strip() if is_session_id(text.strip()) else None
     return None
 
 

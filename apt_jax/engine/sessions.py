@@ -198,15 +198,16 @@ class Sessions:
         self.retention.ended(self._view(np.array([session], np.int32)))
 
     def end(self, tenant: int, name: str) -> bool:
-        """End a session and free the blocks that only it needs; returns False if it is not known."""
-        chains = self._named.get((tenant, name), [])
+        """End a session and free the blocks that only it needs; returns False if it is not known or has ended."""
+        chains, table = self._named.get((tenant, name), []), self.table
+        is_new = any(not table.is_over[session] for session in chains)
         for session in chains:
-            if not self.table.is_over[session]:
-                self.table.is_over[session] = True
-                self.retention.forgotten(self.table, session, self._clock.now_s())
+            if not table.is_over[session]:
+                table.is_over[session] = True
+                self.retention.forgotten(table, session, self._clock.now_s())
             self._release(session)
             self._cache.groups.end_session(session)
-        return bool(chains)
+        return is_new
 
     def _forget_some(self) -> None:
         """Forget sessions without groups and live calls if there are too many."""

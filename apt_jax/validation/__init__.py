@@ -46,6 +46,7 @@ from apt_jax.validation.request import (
     check_sequences,
     check_token_ids,
     check_watch_capacity,
+    is_session_id,
 )
 from apt_jax.validation.values import (
     check_flag,
@@ -101,6 +102,7 @@ __all__ = [
     "check_text_length",
     "check_token_ids",
     "check_watch_capacity",
+    "is_session_id",
     "request_fields_table",
     "unsupported",
 ]

@@ -40,6 +40,7 @@ from apt_jax.validation.values import (
 )
 
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def build_request(
@@ -99,7 +100,7 @@ def build_request(
     checked_slo = _slo(default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms, slo_e2e_ms)
     checked_adapter = _adapter(limits, adapter)
     checked_salt = None if cache_salt is None else _name("cache_salt", cache_salt, MAX_CACHE_SALT_CHARS)
-    session = None if session_id is None else _name("session_id", session_id, MAX_SESSION_ID_CHARS)
+    session = None if session_id is None else _session_id(session_id)
     checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
     keep_last = _kept_tokens(limits, checked_params)
     token_ids = checked_prompt(limits, tokenizer, prompt, prompt_token_ids, keep_last)
@@ -138,6 +139,19 @@ def _name(field: str, value: object, max_chars: int) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= max_chars:
         raise InvalidRequestError(field, f"must be a string of 1 to {max_chars} characters")
     return check_text(field, value)
+
+
+def is_session_id(value: object) -> bool:
+    """Return whether `value` can name a session: 1 to `MAX_SESSION_ID_CHARS` characters, without control characters and
+    lone surrogates."""
+    return isinstance(value, str) and 1 <= len(value) <= MAX_SESSION_ID_CHARS and not _CONTROL.search(value)
+
+
+def _session_id(value: object) -> str:
+    checked = _name("session_id", value, MAX_SESSION_ID_CHARS)
+    if not is_session_id(checked):
+        raise InvalidRequestError("session_id", f"{shown(checked)} must not contain control characters")
+    return checked
 
 
 def build_requests(

@@ -24,12 +24,12 @@ from apt_jax.text.detokenizer import IncrementalDetokenizer
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import (
     MAX_INTEGER,
-    MAX_SESSION_ID_CHARS,
     check_deadline_ms,
     check_integer,
     check_prompt_logprobs,
     check_request_id,
     check_sequences,
+    is_session_id,
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
 from serve.http_api.constraint_fields import OWN_FIELD, Constraint, read_constraint
@@ -290,7 +290,7 @@ def _session(asked: CompletionBody | ChatBody, headers: Mapping[str, str]) -> ob
     if asked.session_id is not None:
         return asked.session_id
     key = asked.prompt_cache_key  # for other servers it is advice, so an invalid one is ignored
-    return key if isinstance(key, str) and 1 <= len(key) <= MAX_SESSION_ID_CHARS else session_id(headers)
+    return key if is_session_id(key) else session_id(headers)
 
 
 def _work(asked: CompletionBody | ChatBody) -> Literal["", "tool", "person"]:

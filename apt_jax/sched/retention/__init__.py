@@ -50,4 +50,9 @@ def make_retention(text: str) -> Retention | None:
             f"retention={name!r:.40} must be one of {', '.join(RETENTIONS)}{nearest(name, RETENTIONS)} {_FLAG}"
         )
     options = read_options(text, maker, query, what="retention", flag=_FLAG) if mark else {}
-    return None if maker.cls is LruRetention else maker.cls(**options)
+    if maker.cls is LruRetention:
+        return None
+    try:
+        return maker.cls(**options)
+    except ConfigError as error:
+        raise ConfigError(f"retention={text!r:.200}: {error} {_FLAG}") from None

@@ -16,6 +16,8 @@ from apt_jax.sched.view import SchedulerView
 
 LONGEST_S = 3600.0
 """Maximum time to live in seconds, also of hints."""
+MAX_RECORDS = 1000
+"""Maximum number of records of one sort, such as gaps."""
 _PINNED = 1e15
 
 
@@ -30,8 +32,7 @@ class TtlRetention(LruRetention):
     """
 
     def __init__(self, name: str = "ttl", *, ttl_s: float = 60.0, pins: bool = False) -> None:
-        if not 0 <= ttl_s <= LONGEST_S:
-            raise ConfigError(f"ttl_s={ttl_s} must be from 0 to {LONGEST_S:g} seconds")
+        _check_option("ttl_s", ttl_s, 0, LONGEST_S)
         self.name, self.keeps, self._ttl_s = name, pins, ttl_s
 
     def ended(self, view: RetentionView) -> None:
@@ -74,18 +75,20 @@ class CacheTtlRetention(TtlRetention):
     """
 
     def __init__(self, name: str = "cache-ttl", *, num_records: int = 100, first_ttl_s: float = 2.0) -> None:
+        _check_option("first_ttl_s", first_ttl_s, 0, LONGEST_S)
+        _check_option("num_records", num_records, 1, MAX_RECORDS - 1)
         super().__init__(name, ttl_s=first_ttl_s, pins=True)
         self._num_records = num_records
         self._records: dict[int, collections.deque[float]] = {}
-        self._all = collections.deque[float](maxlen=1000)
-        self._waits_s = collections.deque[float](maxlen=1000)
-        self._ended = collections.deque[tuple[int, int]](maxlen=1000)
+        self._all = collections.deque[float](maxlen=MAX_RECORDS)
+        self._waits_s = collections.deque[float](maxlen=MAX_RECORDS)
+        self._ended = collections.deque[tuple[int, int]](maxlen=MAX_RECORDS)
 
     def returned(self, sessions: SessionTable, row: int, now_s: float) -> None:
         if sessions.num_calls[row]:
             gap_s = max(now_s - float(sessions.ended_s[row]), 0.0)
             self._all.append(gap_s)
-            self._records.setdefault(int(sessions.work[row]), collections.deque(maxlen=1000)).append(gap_s)
+            self._records.setdefault(int(sessions.work[row]), collections.deque(maxlen=MAX_RECORDS)).append(gap_s)
         super().returned(sessions, row, now_s)
 
     def started(self, sessions: SessionTable, row: int, waited_s: float, num_found: int) -> None:
@@ -135,6 +138,9 @@ class ProgressTtlRetention(TtlRetention):
     def __init__(
         self, name: str = "progress-ttl", *, num_records: int = 100, longest_s: float = 10.0, alpha: float = 0.15
     ) -> None:
+        _check_option("longest_s", longest_s, 0, LONGEST_S)
+        _check_option("num_records", num_records, 2, MAX_RECORDS)
+        _check_option("alpha", alpha, 0, 1)
         super().__init__(name, ttl_s=longest_s, pins=True)
         self._alpha = alpha
         self._gaps_s = collections.deque[float](maxlen=num_records)
@@ -180,6 +186,11 @@ def reload_s(view: RetentionView, row: int) -> float:
         return compute_s
     blocks = math.ceil(num_tokens / view.block_sizes[0]) * view.blocks_per_group[0]
     return min(compute_s, view.costs.transfer_s(0, blocks))
+
+
+def _check_option(option: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{option}={value} must be from {least:g} to {most:g}")
 
 
 def _normal_cdf(value: float) -> float:

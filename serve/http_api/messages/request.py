@@ -9,7 +9,7 @@ from msgspec import Meta
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.chat import MAX_MESSAGES, MAX_TOOLS
-from apt_jax.validation import MAX_INTEGER, check_integer, check_mapping
+from apt_jax.validation import MAX_INTEGER, check_integer, check_mapping, is_session_id
 from apt_jax.validation.values import check_number
 from serve.compact_json import json_bytes
 from serve.http_api import openai_request
@@ -222,7 +222,7 @@ def read_call(
 def _session_of_user(user_id: str | None) -> str | None:
     """Return the session in a `user_id` as Claude Code writes it, ``user_..._session_ID``; None: it has none."""
     _, mark, session = (user_id or "").rpartition("_session_")
-    return session if mark and session and session.isprintable() else None
+    return session if mark and is_session_id(session) else None
 
 
 def count_tokens(parts: EngineComponents, body: Body) -> bytes:

@@ -181,11 +181,17 @@ def test_a_session_within_its_time_to_live_is_worth_more_and_is_kept_until_its_c
         ("knapsack?keeps=maybe", "true or false"),
         ("knapsack?min_own=0", "at least 1"),
         ("lru?x=1", "has no options"),
+        ("cache-ttl?first_ttl_s=-1", "first_ttl_s=-1.0 must be from 0 to 3600"),
+        ("cache-ttl?num_records=1000", "num_records=1000 must be from 1 to 999"),
+        ("progress-ttl?longest_s=-5", "longest_s=-5.0 must be from 0 to 3600"),
+        ("progress-ttl?num_records=0", "num_records=0 must be from 2 to 1000"),
+        ("progress-ttl?alpha=2", "alpha=2.0 must be from 0 to 1"),
     ],
 )
 def test_a_wrong_name_or_option_is_told(text, message):
-    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as raised:
         make_retention(text)
+    assert "--retention" in str(raised.value)
 
 
 def test_every_policy_can_be_built_by_name():

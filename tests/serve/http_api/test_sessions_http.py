@@ -1,5 +1,6 @@
 """Sessions as clients name them, over HTTP and gRPC."""
 
+import json
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ def test_a_session_is_ended_by_its_own_key_alone():
         assert await end(OTHER) == {"id": "s/1", "object": "session.deleted", "deleted": False}
         assert await cached(KEY) > 0
         assert await end(KEY) == {"id": "s/1", "object": "session.deleted", "deleted": True}
+        assert await end(KEY) == {"id": "s/1", "object": "session.deleted", "deleted": False}  # it has ended before
         assert await cached(KEY) == 0
 
     run(scenario, retention="knapsack", app={"keys": ApiKeys([KEY, OTHER])})
@@ -101,10 +103,24 @@ def test_a_name_that_is_none_is_refused(value):
     run(scenario)
 
 
+@pytest.mark.parametrize("value", ["a\nb", "\0", "a\x7f", "\x9b", "a\u2028"])
+def test_a_name_with_control_characters_is_refused_without_printing_them(value):
+    async def scenario(served):
+        response = await served.post("/v1/completions", {"prompt": "x", "session_id": value})
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert "must not contain control characters" in message
+        assert message.isprintable()
+
+    run(scenario)
+
+
 def test_a_cache_key_that_is_no_name_is_ignored():
     async def scenario(served):
-        for key in ("", "x" * 513, "k"):
-            response = await served.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "prompt_cache_key": key})
+        for key in ("", "x" * 513, "a\nb", "\ud800", "k"):
+            data = json.dumps({"prompt": "x", "max_tokens": 1, "prompt_cache_key": key}).encode()
+            headers = {"content-type": "application/json"}
+            response = await served.http.post("/v1/completions", content=data, headers=headers)
             assert response.status_code == 200
         assert names_of(served) == {"k"}
 
