@@ -62,6 +62,7 @@ class EngineCounters:
         """(causes,) recomputed positions, indexed by `RecomputeCause`."""
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self.changed_prefix_tokens = 0
         self.cache_hit_tokens = 0
         """Positions found on the device or in host memory."""
         self.host_hit_tokens = 0

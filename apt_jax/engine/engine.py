@@ -76,6 +76,7 @@ from apt_jax.engine.batch import PlainReserver, Reserver
 from apt_jax.engine.batch.builder import BatchBuilder
 from apt_jax.engine.batch.cached_prefixes import CachedPrefixes
 from apt_jax.engine.batch.plan_filter import PlanFilter
+from apt_jax.engine.changed_prefixes import ChangedPrefixes
 from apt_jax.engine.commit import StepMasks, TokenCommitter
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.disk_reads import DiskReads
@@ -208,6 +209,8 @@ class Engine:
         order = scheduler_config.session_order
         if cache.prefixes is not None and (retention is not None or order != "arrival"):
             self.states.sessions = Sessions(cache, self.table, retention, order, clock, lambda: self._costs)
+        if cache.prefixes is not None and not executor.lengths_only:
+            self.states.changed_prefixes = ChangedPrefixes(clock, self._counters)
         if cache.tier is not None and self.states.prefixes.hits is not None:
             choice = self.states.prefixes.hits.restores = RestoreChoice(
                 lambda: self._costs, cache.block_sizes, cache.blocks_per_group, scheduler_config.max_num_batched_tokens
@@ -322,6 +325,8 @@ class Engine:
         Returns:
             False: the tenant has no such session here.
         """
+        if self.states.changed_prefixes is not None:
+            self.states.changed_prefixes.forget(tenant, session_id)
         number = self.states.tenants.get(tenant)
         return self.states.sessions is not None and number is not None and self.states.sessions.end(number, session_id)
 

@@ -14,6 +14,7 @@ from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV, NO_KIND, CacheKindSpec
 from apt_jax.costs.model import StepCosts
+from apt_jax.engine.changed_prefixes import ChangedPrefixes
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.pooled_prompt import PooledPrompt
@@ -210,6 +211,7 @@ class RequestStates(ColumnTable):
         self.tenants: dict[str | None, int] = {None: 0}
         self.outputs: list[StepOutput] = []
         self.sessions: Sessions | None = None
+        self.changed_prefixes: ChangedPrefixes | None = None
         # Long enough for several batches, because the requests of a batch may end together.
         self.finish_times_s: collections.deque[float] = collections.deque(maxlen=4 * max_num_seqs)
         self._next_rank = 0
@@ -365,6 +367,8 @@ class RequestStates(ColumnTable):
         self.await_hits(state)
         if self.sessions is not None:
             self.order[row] = self.sessions.arrived(row, request.session_id, request.retain_s)
+        if self.changed_prefixes is not None:
+            self.changed_prefixes.arrived(request, int(self.table.cached_prefix_tokens[row].max()))
 
     def await_hits(self, state: RequestState) -> None:
         """Track the cached prefix of a waiting request, unless it has a token in flight."""

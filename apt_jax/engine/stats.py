@@ -62,6 +62,8 @@ class EngineStats:
     """Prompt tokens of requests that have been scheduled; 0 without prefix caching."""
     prefix_cache_hits: int
     """Tokens of `prefix_cache_queries` that were cached."""
+    changed_prefix_tokens: int
+    """Prompt tokens computed although the last prompt of their session had them too, behind a different beginning."""
     host_blocks: int
     """Blocks of host memory for cached prefixes; 0 without `swap_space`."""
     used_host_blocks: int
@@ -193,6 +195,7 @@ def collect_stats(
         recomputed_by_cause={cause.name.lower(): int(counters.recomputed[cause]) for cause in RecomputeCause},
         prefix_cache_queries=counters.prefix_cache_queries,
         prefix_cache_hits=counters.prefix_cache_hits,
+        changed_prefix_tokens=counters.changed_prefix_tokens,
         host_blocks=0 if tier is None else tier.pool.num_blocks,
         used_host_blocks=0 if tier is None else tier.pool.num_used,
         saved_blocks=0 if tier is None else tier.num_saved_blocks,

@@ -165,6 +165,11 @@ class Scrape(Collector):
             ),
             ("vllm:prefix_cache_hits", "Queried tokens that were found in the cache.", stats.prefix_cache_hits),
             (
+                "aptjax:changed_prefix_tokens",
+                "Prompt tokens computed although the session's last prompt had them, behind a different beginning.",
+                stats.changed_prefix_tokens,
+            ),
+            (
                 "aptjax:cache_conversions",
                 "Times that the cache of a running request was converted from layer inputs to keys and values.",
                 stats.num_conversions,
