@@ -63,6 +63,7 @@ def build_request(
     adapter: object = None,
     cache_salt: object = None,
     session_id: object = None,
+    retain_s: float | None = None,
     work: Literal["", "tool", "person"] = "",
     tenant: str | None = None,
 ) -> EngineRequest:
@@ -87,7 +88,7 @@ def build_request(
             rejected.
         max_queue_s: see `EngineRequest`; checked by the caller.
         adapter: name of a LoRA adapter; None: no adapter.
-        cache_salt, session_id, work: see `EngineRequest`.
+        cache_salt, session_id, retain_s, work: see `EngineRequest`.
         tenant: see `EngineRequest`; from authentication, not from the request's input.
 
     Raises:
@@ -130,6 +131,7 @@ def build_request(
         adapter=checked_adapter,
         cache_salt=checked_salt,
         session_id=session,
+        retain_s=retain_s,
         work=work,
         tenant=tenant,
     )

@@ -8,7 +8,10 @@ call streams.
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from apt_jax.core.kinds import KIND_NAMES
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.request import RequestMetrics
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
 from serve.http_api.openai_request import CompletionCall
@@ -136,3 +139,12 @@ def check_end(delta: OutputDelta) -> None:
     """
     if delta.finish_reason not in (None, "stop", "length"):
         raise RequestFailedError("the request was aborted")
+
+
+def num_written(parts: EngineComponents, prompt_len: int, metrics: RequestMetrics) -> int:
+    """Return the number of prompt tokens that a request has added to the prefix cache: whole groups not found there."""
+    cache, kind = parts.engine.cache, metrics.cache_kind
+    if cache.prefixes is None or kind is None:
+        return 0
+    size = cache.block_sizes[KIND_NAMES.index(kind)]
+    return max(prompt_len // size * size - metrics.num_cached_tokens, 0)

@@ -4,7 +4,7 @@ The bounds of fields that the engine checks come from `apt_jax.validation`; the 
 what `apt_jax.text.chat` and `serve.http_api.tool_calls` accept.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -183,6 +183,11 @@ def _outputs(text: str) -> Meta:
     )
 
 
+class PromptCacheOptions(Record):
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Annotated[Text, Meta(description="Advice for `--retention`, such as 30m or 12h.")] = None
+
+
 class Generation(Addressed):
     """Fields of completions and chat completions."""
 
@@ -203,6 +208,7 @@ class Generation(Addressed):
     ignore_eos: EngineField = None
     include_stop_str_in_output: EngineField = None
     skip_special_tokens: EngineField = None
+    prompt_cache_options: PromptCacheOptions | None = None
     prompt_logprobs: EngineField = None
     bad_words: EngineField = None
     allowed_token_ids: EngineField = None

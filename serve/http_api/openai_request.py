@@ -52,6 +52,7 @@ MAX_NAMES = 3 * 2**15
 MAX_VALUES = 2**19
 """Maximum number of values in one body; limited because the parser holds the GIL, but enough for any prompt."""
 _MAX_EFFORT_CHARS = 32
+_TTL = re.compile(r"([1-9][0-9]{0,5})([smh])", re.ASCII)
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
 # Sampling parameters that have the same names in bodies as in `SamplingParams`.
@@ -233,6 +234,7 @@ def build_call(
         "adapter": parts.adapter_named(asked.model),
         "cache_salt": asked.cache_salt,
         "session_id": _session(asked, headers),
+        "retain_s": _retain_s(asked),
         "work": _work(asked),
         "tenant": tenant,
         "grammars": parts.pending_grammars,
@@ -291,6 +293,17 @@ def _session(asked: CompletionBody | ChatBody, headers: Mapping[str, str]) -> ob
         return asked.session_id
     key = asked.prompt_cache_key  # for other servers it is advice, so an invalid one is ignored
     return key if is_session_id(key) else session_id(headers)
+
+
+def _retain_s(asked: CompletionBody | ChatBody) -> float | None:
+    """Return the time for which a client asks to keep the cached prefix, in seconds; None: it does not ask."""
+    ttl = None if asked.prompt_cache_options is None else asked.prompt_cache_options.ttl
+    if ttl is None:
+        return None
+    found = _TTL.fullmatch(ttl)
+    if found is None:
+        raise InvalidRequestError("prompt_cache_options.ttl", f"{ttl[:40]!r} is not a duration such as 5m, 30m or 12h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _work(asked: CompletionBody | ChatBody) -> Literal["", "tool", "person"]:

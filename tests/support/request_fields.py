@@ -43,7 +43,7 @@ ASKING: dict[str, Any] = {
     "mm_processor_kwargs": {"a": 1}, "modalities": ["text", "audio"], "model": "toy", "moderation": {}, "n": 2,
     "padding": "max_length", "parallel_tool_calls": False, "prediction": {"type": "content", "content": "a"},
     "presence_penalty": 0.5, "previous_input_messages": [{}], "previous_response": {}, "previous_response_id": "r",
-    "priority": 1, "prompt": "other", "prompt_cache_key": "k", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
+    "priority": 1, "prompt": "other", "prompt_cache_key": "k", "prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h",
     "prompt_embeds": "aa", "prompt_logprobs": 1, "reasoning": {"effort": "low"}, "reasoning_effort": "low",
     "repetition_detection": {"max_pattern_size": 5}, "repetition_penalty": 1.2, "request_id": "mine", "response_format": SCHEMA,
     "return_mm_kwargs": False, "return_prompt_text": True, "return_token_ids": True, "return_token_offsets": True,
@@ -334,8 +334,7 @@ IGNORED = {
     "mm_processor_kwargs": "there are no media",
     "model": "a name of the model; another one is refused",
     "prediction": "only a hint for speed",
-    "prompt_cache_options": "prefixes are found without it",
-    "prompt_cache_retention": "prefixes are kept while there is room",
+    "prompt_cache_retention": "it allows longer caching, which nothing here limits",
     "return_mm_kwargs": "ignored by vLLM here as well",
     "return_token_offsets": "ignored by vLLM here as well",
     "routed_experts_prompt_start": "experts are not returned",
@@ -359,7 +358,7 @@ def _of_endpoint(read: Callable[..., Any]) -> Callable[[EngineComponents, Body],
         kept = {k: v for k, v in fields.items() if k not in ("call_id", "created_s", "renamed", "output", "requests")}
         requests = [
             (r.prompt_token_ids.tolist(), dataclasses.replace(r.params, seed=None if "seed" not in body else r.params.seed),
-             r.slo_class, r.cache_salt, r.session_id)
+             r.slo_class, r.cache_salt, r.session_id, r.retain_s)
             for r in made.requests
         ]  # fmt: skip
         call_id = made.call_id if "request_id" in body else None

@@ -1,6 +1,7 @@
 """Retention for a time to live after each call.
 
 A session within its time to live loses blocks only after all others; with `pins` its blocks do not even count as free.
+A client's advice replaces the time to live, except with `pins`: it would hold back blocks that waiting requests need.
 """
 
 import collections
@@ -15,7 +16,7 @@ from apt_jax.sched.retention.view import LruRetention, RetentionView, Rows, pref
 from apt_jax.sched.view import SchedulerView
 
 LONGEST_S = 3600.0
-"""Maximum time to live in seconds, also of hints."""
+"""Maximum time to live in seconds, also of clients' advice."""
 MAX_RECORDS = 1000
 """Maximum number of records of one sort, such as gaps."""
 _PINNED = 1e15
@@ -37,7 +38,7 @@ class TtlRetention(LruRetention):
 
     def ended(self, view: RetentionView) -> None:
         row = int(view.rows[0])
-        hint_s = float(view.sessions.hint_s[row])
+        hint_s = 0.0 if self.keeps else float(view.sessions.hint_s[row])
         ttl_s = hint_s or self.ttl_s(view)
         view.sessions.until_s[row] = view.now_s + min(ttl_s, LONGEST_S) if ttl_s > 0 else 0.0
 

@@ -14,9 +14,10 @@ from apt_jax.validation.values import check_number
 from serve.compact_json import json_bytes
 from serve.http_api import openai_request
 from serve.http_api.json_schemas import FLAG, STRING, Schema, integer, list_of, many, object_of, or_null
+from serve.http_api.messages.cache_control import longest_ttl, mark_schema
 from serve.http_api.messages.content import BLOCKS, ROLES, messages_of
 from serve.http_api.messages.tools import OTHER_PATTERN, chat_choice, chat_tools
-from serve.http_api.openai_bodies import ChatBody, SharedBody, elsewhere
+from serve.http_api.openai_bodies import ChatBody, PromptCacheOptions, SharedBody, elsewhere
 from serve.http_api.openai_request import Body
 from serve.http_api.records import HIDDEN, Record, Refused, Text, fixed, quoted, read, shaped
 from serve.http_api.translation import (
@@ -157,6 +158,7 @@ class CountTokensBody(SharedBody):
     thinking: Annotated[
         Any, shaped(lambda _: or_null(_thinking()), "Turns thinking on or off; `budget_tokens` has no effect.")
     ] = None
+    cache_control: Annotated[Any, fixed(mark_schema())] = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None = None
@@ -179,7 +181,7 @@ class MessagesBody(CountTokensBody):
 
 COUNTED = (
     *("model", "messages", "system", "tools", "tool_choice", "thinking", "metadata", "service_tier"),
-    *("container", "mcp_servers"),
+    *("container", "mcp_servers", "cache_control"),
 )
 """Fields of ``/v1/messages/count_tokens``: fields that affect the prompt, and others that Anthropic's API accepts."""
 
@@ -190,6 +192,8 @@ class MessagesCall(TranslatedCall):
 
     hides_thinking: bool
     """True if thinking blocks in the response are empty."""
+    marks_cache: bool
+    """True if the body has `cache_control`, so that usage counts written tokens apart."""
 
     @property
     def call_id(self) -> str:
@@ -216,7 +220,8 @@ def read_call(
     made = ChatBody(**chat, max_tokens=asked.max_tokens, temperature=temperature, stop=asked.stop_sequences)
     call = read_chat(parts, made, _NAMES, headers, arrival_s, tenant, constraint)
     hides = isinstance(asked.thinking, Mapping) and asked.thinking.get("display") == "omitted"
-    return MessagesCall(chat=call, names=_NAMES, hides_thinking=hides)
+    marks = made.prompt_cache_options is not None
+    return MessagesCall(chat=call, names=_NAMES, hides_thinking=hides, marks_cache=marks)
 
 
 def _session_of_user(user_id: str | None) -> str | None:
@@ -247,6 +252,9 @@ def _conversation(asked: CountTokensBody, body: Body) -> tuple[dict[str, Any], d
     for name in ("temperature", "service_tier"):
         chat.pop(name)
     chat["messages"] = messages = messages_of(asked.system, asked.messages)
+    ttl = longest_ttl(asked.cache_control, asked.tools, asked.system, asked.messages)
+    if ttl is not None:
+        chat["prompt_cache_options"] = PromptCacheOptions(ttl=ttl)
     last = messages[-1]["role"] == "assistant"  # the response continues this message
     chat |= {"continue_final_message": last, "add_generation_prompt": not last}
     tools = chat_tools(asked.tools)

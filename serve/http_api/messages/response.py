@@ -12,7 +12,7 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from serve.compact_json import json_bytes
 from serve.http_api.errors import HttpError, anthropic_body
-from serve.http_api.item_stream import ItemStream, check_end
+from serve.http_api.item_stream import ItemStream, check_end, num_written
 from serve.http_api.messages.request import USED_TIERS, MessagesCall
 from serve.http_api.openai_response import timings_payload
 from serve.http_api.tool_calls.events import CallStart, OutputEvent, ReasoningText
@@ -24,13 +24,12 @@ class MessagesResponse:
     """Builds the response to one call; implements `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
-        parts: the engine's components; not used.
+        parts: the engine's components.
         call: the call from `serve.http_api.messages.request.read_call`.
     """
 
     def __init__(self, parts: EngineComponents, call: MessagesCall) -> None:
-        del parts
-        self._call = call
+        self._parts, self._call = parts, call
         self._stream = ItemStream(call.chat, lambda event, index: _Block(event, index, call.hides_thinking))
 
     def events(self, index: int, delta: OutputDelta) -> bytes:
@@ -62,6 +61,7 @@ class MessagesResponse:
         check_end(delta)
         self._stream.num_cached = delta.metrics.num_cached_tokens
         if self._stream.last is None:
+            self._stream.last = delta
             begun = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None}
             self._stream.emit("message_start", message={**begun, "usage": self._usage()})
         self._stream.take(delta)
@@ -85,11 +85,13 @@ class MessagesResponse:
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self) -> Json:
-        """Return the token counts; as in Anthropic's API, `input_tokens` does not include cached tokens."""
-        prompt = int(self._call.requests[0].prompt_token_ids.size)
+        """Return the token counts. As in Anthropic's API, `input_tokens` includes neither tokens found in the cache nor,
+        if the body has `cache_control`, tokens written to it."""
+        prompt, last = int(self._call.requests[0].prompt_token_ids.size), self._stream.last
+        written = num_written(self._parts, prompt, last.metrics) if self._call.marks_cache and last is not None else 0
         return {
-            "input_tokens": prompt - self._stream.num_cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": prompt - self._stream.num_cached - written,
+            "cache_creation_input_tokens": written,
             "cache_read_input_tokens": self._stream.num_cached,
             "output_tokens": self._stream.num_tokens,
             "service_tier": USED_TIERS[self._call.chat.service_tier],

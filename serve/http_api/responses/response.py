@@ -12,7 +12,7 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from serve.compact_json import json_bytes
 from serve.http_api.errors import HttpError
-from serve.http_api.item_stream import ItemStream, check_end
+from serve.http_api.item_stream import ItemStream, check_end, num_written
 from serve.http_api.openai_response import CompletionResponseBuilder, timings_payload
 from serve.http_api.responses.request import ResponsesCall
 from serve.http_api.tool_calls.events import CallStart, ContentText, OutputEvent, ReasoningText
@@ -30,7 +30,7 @@ class ResponsesResponse:
     """
 
     def __init__(self, parts: EngineComponents, call: ResponsesCall) -> None:
-        self._call = call
+        self._parts, self._call = parts, call
         self._chat = CompletionResponseBuilder(parts, call.chat)
         self._stream = ItemStream(call.chat, self._item, numbered=True)
         self._logprobs: list[Json] = []
@@ -127,10 +127,11 @@ class ResponsesResponse:
         return b"%s,%s" % (json_bytes(made)[:-1], call.facts[1:])
 
     def _usage(self) -> Json:
-        prompt = int(self._call.requests[0].prompt_token_ids.size)
+        prompt, last = int(self._call.requests[0].prompt_token_ids.size), self._stream.last
+        written = 0 if last is None else num_written(self._parts, prompt, last.metrics)
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": self._stream.num_cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._stream.num_cached, "cache_write_tokens": written},
             "output_tokens": self._stream.num_tokens,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": prompt + self._stream.num_tokens,

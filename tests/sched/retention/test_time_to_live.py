@@ -144,11 +144,23 @@ def test_what_a_client_asks_for_replaces_the_time_to_live_and_is_bounded():
     table = SessionTable()
     row = table.add()
     table.work[row] = TOOL
-    for policy in (TtlRetention(), CacheTtlRetention(), ProgressTtlRetention()):
-        for asked_s, given_s in ((5.0, 5.0), (1e9, 3600.0), (math.inf, 3600.0)):
+    for asked_s, given_s in ((5.0, 5.0), (1e9, 3600.0), (math.inf, 3600.0), (0.0, 60.0)):
+        table.hint_s[row] = asked_s
+        TtlRetention().ended(view_of(table, row, 100.0))
+        assert table.until_s[row] == 100.0 + given_s
+
+
+def test_a_client_does_not_choose_for_how_long_blocks_are_held_back_from_others():
+    policies = (TtlRetention(ttl_s=7.0, pins=True), CacheTtlRetention(), ProgressTtlRetention())
+    for policy, until_s in zip(policies, (107.0, 102.0, 0.0), strict=True):
+        assert policy.keeps
+        table = SessionTable()
+        row = table.add()
+        table.work[row] = TOOL
+        for asked_s in (0.0, 5.0, 1e9, math.inf):
             table.hint_s[row] = asked_s
             policy.ended(view_of(table, row, 100.0))
-            assert table.until_s[row] == 100.0 + given_s
+            assert table.until_s[row] == until_s
 
 
 def test_a_session_within_its_time_to_live_is_worth_more_and_is_kept_until_its_call_has_run():
