@@ -43,13 +43,14 @@ from serve.http_api.calls import (
     read_body,
     require_json,
 )
-from serve.http_api.endpoints import ENDPOINTS, Endpoint, request_id_of
+from serve.http_api.endpoints import Endpoint, endpoints, request_id_of
 from serve.http_api.errors import DROPPED_REASON_KEYS, BadCallError, HttpError, error_body, to_http_error
 from serve.http_api.messages.request import count_tokens
 from serve.http_api.ollama import models as ollama
 from serve.http_api.openai_request import Body, parse_json
 from serve.http_api.openai_response import adapter_cards, model_card
 from serve.http_api.other_paths import hint
+from serve.http_api.responses.store import ResponseStore
 from serve.http_api.tokenization import detokenize, tokenize, tokenizer_info
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
@@ -82,6 +83,7 @@ class HttpApp:
         profiling = [] if config.profiler is None else self._profiling(config.profiler)
         batches = [] if config.batches is None else config.batches.routes(config, self._service, _safely)
         keys = config.keys
+        store = ResponseStore(config.store_responses) if config.store_responses else None
         self._dashboard = DashboardFeed(sees_totals=lambda caller: may_see_totals(keys, caller))
         self._dashboard.starting = config.starting
         dashboard = [
@@ -90,7 +92,8 @@ class HttpApp:
         ]
         self._routes = Starlette(
             routes=[
-                *(Route(endpoint.path, self._generate(endpoint), methods=["POST"]) for endpoint in ENDPOINTS),
+                *(Route(e.path, self._generate(e), methods=["POST"]) for e in endpoints(store)),
+                *([] if store is None else self._stored(store)),
                 Route("/v1/messages/count_tokens", _safely(self._count_tokens), methods=["POST"]),
                 Route("/v1/models", _safely(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _safely(self._model), methods=["GET"]),
@@ -155,7 +158,10 @@ class HttpApp:
     def _describe(self, limits: RequestLimits | None = None, models: Sequence[str] = ()) -> None:
         has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
         batches = None if self._config.batches is None else self._config.batches.description
-        made = openapi.document(limits, models, has_keys=has_keys, profiles=profiles, batches=batches)
+        stores = self._config.store_responses > 0
+        made = openapi.document(
+            limits, models, has_keys=has_keys, profiles=profiles, stores_responses=stores, batches=batches
+        )
         if self._config.root_path:
             made["servers"] = [{"url": self._config.root_path}]
         self._document = json_bytes(made)
@@ -244,6 +250,21 @@ class HttpApp:
             return generate
 
         return serve
+
+    def _stored(self, store: ResponseStore) -> list[Route]:
+        """Return the routes of stored responses."""
+
+        async def get(request: Request) -> Response:
+            found = store.get(_caller(request).tenant, request.path_params["response_id"])
+            return Response(found.body, media_type="application/json")
+
+        async def delete(request: Request) -> Response:
+            response_id = request.path_params["response_id"]
+            store.delete(_caller(request).tenant, response_id)
+            return _json({"id": response_id, "object": "response", "deleted": True})
+
+        path = "/v1/responses/{response_id}"
+        return [Route(path, _safely(get), methods=["GET"]), Route(path, _safely(delete), methods=["DELETE"])]
 
     # --- models and tokens -----------------------------------------------------------------------------------------
 

@@ -97,6 +97,8 @@ class AppConfig:
     dashboard: bool = True
     """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
+    store_responses: int = 0
+    """Maximum number of stored responses of the Responses API per tenant; 0: none are stored."""
     batches: Extension | None = None
     """Extension that serves files and batches; None: these paths do not exist."""
     starting: Callable[[], StartStatus | None] = lambda: None

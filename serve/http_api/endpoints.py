@@ -5,6 +5,7 @@ Otherwise, their calls are served in the same way (`serve.http_api.calls.HttpCal
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -25,6 +26,7 @@ from serve.http_api.openai_response import CompletionResponse
 from serve.http_api.responses.request import ID_PREFIX as RESPONSES_ID_PREFIX
 from serve.http_api.responses.request import read_call as read_responses
 from serve.http_api.responses.response import ResponsesResponse
+from serve.http_api.responses.store import ResponseStore
 
 
 class TextCall(Protocol):
@@ -207,6 +209,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         for path, respond in (("/api/embed", EmbedResponse), ("/api/embeddings", OldEmbedResponse))
     ),
 )
+
+
+def endpoints(store: ResponseStore | None) -> tuple[Endpoint, ...]:
+    """Return all endpoints; responses of the Responses API are stored in `store`, if it is not None."""
+    read = functools.partial(read_responses, store=store)
+    return tuple(dataclasses.replace(e, read=read) if e.read is read_responses else e for e in ENDPOINTS)
 
 
 def request_id_of(answer_id: str) -> str:

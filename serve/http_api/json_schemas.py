@@ -63,6 +63,8 @@ class Facts:
     """Limits of the model; None while there is no engine, so lengths and token ids have only general bounds."""
     models: Sequence[str] = ()
     """Model names that requests may use; empty: any name."""
+    stores_responses: bool = False
+    """True if responses of the Responses API are stored."""
 
     @property
     def model(self) -> Schema:

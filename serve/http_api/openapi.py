@@ -53,7 +53,7 @@ _ERRORS: dict[int, tuple[str, str]] = {
     400: ("BadRequest", "The request is invalid and can never be served unchanged; `param` is the invalid field."),
     401: ("Unauthorized", "No valid API key."),
     403: ("Forbidden", "The call is for operators, or comes from a web page of another origin."),
-    404: ("NotFound", "No such model, request or path."),
+    404: ("NotFound", "No such model, request, response or path."),
     405: ("MethodNotAllowed", "This path does not accept this method."),
     408: ("Timeout", "The deadline has passed, or the head or body arrived too slowly."),
     413: ("TooLarge", "The body is too large."),
@@ -76,6 +76,7 @@ def document(
     *,
     has_keys: bool = False,
     profiles: bool = False,
+    stores_responses: bool = False,
     batches: Description | None = None,
 ) -> Schema:
     """Return the OpenAPI document.
@@ -85,10 +86,11 @@ def document(
         models: model names that requests may use; empty: any name.
         has_keys: whether calls need an API key.
         profiles: whether the profiling paths exist (`serve.observability.profiler`).
+        stores_responses: whether responses are stored (`serve.http_api.responses.store`).
         batches: description of the paths for files and batches; None if they do not exist.
     """
     names = sorted(set(models))
-    facts = Facts(limits=limits, models=names)
+    facts = Facts(limits=limits, models=names, stores_responses=stores_responses)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -101,7 +103,7 @@ def document(
                 "not compile, 1.0 is given for an integer."
             ),
         },
-        "paths": _paths(names, has_keys, profiles, batches),
+        "paths": _paths(names, has_keys, profiles, stores_responses, batches),
         "components": {
             "schemas": {**_requests(facts), **_answers(), **({} if batches is None else batches.schemas())},
             "responses": {
@@ -121,7 +123,9 @@ def document(
 # --- paths ---------------------------------------------------------------------------------------------------------
 
 
-def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Description | None) -> Schema:
+def _paths(
+    models: list[str], has_keys: bool, profiles: bool, stores_responses: bool, batches: Description | None
+) -> Schema:
     def get(name: str, summary: str, good: Schema, *more: int, open_: bool = False, parameters: Any = ()) -> Schema:
         operation = _operation(name, summary, good, more, has_keys and not open_)
         operation["parameters"] = list(parameters)
@@ -146,6 +150,12 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Descripti
     def profile(name: str, summary: str) -> Schema:  # without a body
         return {"post": _operation(name, summary, _good(name), (415,), has_keys)}
 
+    stored = {}
+    if stores_responses:
+        delete = _operation("DeleteResponse", "Remove a stored response.", _good("ResponsesDeleted"), (404,), has_keys)
+        parameters = [_in_path("response_id", STRING, "The `id` of a stored response.")]
+        found = get("StoredResponse", "A stored response.", _good("Responses"), 404, parameters=parameters)
+        stored["/v1/responses/{response_id}"] = {**found, "delete": {**delete, "parameters": parameters}}
     examples, files = {}, {}
     if batches is not None:
         examples = batches.examples
@@ -170,7 +180,8 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Descripti
     return {
         "/v1/completions": post("Completion", "Continue prompts.", _generated("Completion", decisions), 429, parameters=_slo_headers()),
         "/v1/chat/completions": post("ChatCompletion", "Answer a conversation.", _generated("ChatCompletion", decisions), 429, parameters=_slo_headers()),
-        "/v1/responses": post("Responses", "Answer a conversation (OpenAI's Responses API); nothing is stored.", _generated("Responses", decisions, responses_schemas.EVENT), 429, parameters=_slo_headers()),
+        "/v1/responses": post("Responses", "Answer a conversation (OpenAI's Responses API).", _generated("Responses", decisions, responses_schemas.EVENT), 429, parameters=_slo_headers()),
+        **stored,
         "/v1/messages": post("Messages", "Answer a conversation (Anthropic's Messages API).", _generated("Messages", decisions, messages_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages/count_tokens": post("CountTokens", "Number of prompt tokens of a conversation.", _good("CountTokens")),
         "/v1/embeddings": post("Embedding", "Embed texts as pooled hidden states.", {**_good("Embedding"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),

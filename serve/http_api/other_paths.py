@@ -7,6 +7,7 @@ _CHOSEN = "the model is chosen when the server starts"
 _NO_CLASSES = "classification models are not served"
 _MEDIA = "image, audio and video models are not served"
 _NOT_STORED = "nothing is stored; send the whole conversation to /v1/responses"
+_NO_RESPONSES = "responses are only stored with --store-responses; send the whole conversation to /v1/responses"
 _NO_SLEEP = "the server does not sleep"
 _NO_SESSIONS = "there are no sessions; the prefix cache reuses prefixes that prompts have in common"
 _ADAPTERS = "adapters are loaded at the start (--lora-modules)"
@@ -105,7 +106,7 @@ ELSEWHERE: dict[str, str] = {
     "/v1/engines": "use /v1/models, /v1/completions and /v1/chat/completions",
     "/v1/edits": "use /v1/chat/completions",
     "/v1/conversations": _NOT_STORED,
-    "/v1/responses/": _NOT_STORED,
+    "/v1/responses/": _NO_RESPONSES,
     "/v1/chat/completions/": _NOT_STORED,
     "/v1/assistants": "nothing is stored; use /v1/responses",
     "/v1/threads": "nothing is stored; use /v1/responses",

@@ -232,6 +232,20 @@ async def ends_by_tenant(world: World, _: str, path: str) -> None:
         assert not any(mark in data for mark in MARKS)
 
 
+async def stores_by_tenant(world: World, http_method: str, path: str) -> None:
+    body = {"input": "hi", "max_output_tokens": 2, "request_id": "ones-r"}
+    assert (await world.http("POST", "/v1/responses", ONE, body))[0] == 200
+    found = path.replace("{response_id}", "resp_ones-r")
+    for key in (TWO, OPERATOR):
+        status, data = await world.http(http_method, found, key)
+        assert status == 404
+        unknown = (await world.http(http_method, path.replace("{response_id}", "unknown"), key))[1]
+        assert data == unknown.replace(b"unknown", b"resp_ones-r")
+        body = {"input": "hi", "previous_response_id": "resp_ones-r"}
+        assert (await world.http("POST", "/v1/responses", key, body))[0] == 404
+    assert (await world.http(http_method, found, ONE))[0] == 200
+
+
 HTTP: dict[tuple[str, str], Check] = {
     ("GET", "/dashboard/events"): events_by_tenant,  # first, as it shows the last requests alone
     ("POST", "/v1/completions"): completes_by_tenant_and_id,
@@ -260,6 +274,8 @@ HTTP: dict[tuple[str, str], Check] = {
     ("GET", "/v1/models/{name:path}"): shows_nothing(path="/v1/models/toy"),
     ("GET", "/v1/requests/{request_id}/decisions"): decides_by_tenant_and_id,
     ("DELETE", "/v1/sessions/{session_id:path}"): ends_by_tenant,
+    ("GET", "/v1/responses/{response_id}"): stores_by_tenant,
+    ("DELETE", "/v1/responses/{response_id}"): stores_by_tenant,
     ("POST", "/tokenize"): shows_nothing({"prompt": "hi"}),
     ("POST", "/detokenize"): shows_nothing({"tokens": [5]}),
     ("GET", "/tokenizer_info"): shows_nothing(),
@@ -416,7 +432,7 @@ def run_world(
         await scenario(World(served))
 
     both = {"keys": keys, "profiler": profiler}
-    run(whole, app=both, grpc=both, num_blocks=8192, max_model_len=4096, debug=False, **toy)
+    run(whole, app={**both, "store_responses": 9}, grpc=both, num_blocks=8192, max_model_len=4096, debug=False, **toy)
 
 
 def test_C10_C11_P17_every_method_takes_and_shows_ids_by_tenant(tmp_path):

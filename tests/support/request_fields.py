@@ -339,7 +339,7 @@ IGNORED = {
     "return_token_offsets": "ignored by vLLM here as well",
     "routed_experts_prompt_start": "experts are not returned",
     "safety_identifier": "nothing is stored",
-    "store": "nothing is stored",
+    "store": "nothing is stored without --store-responses",
     "stream_interval": "pieces come as they are computed",
     "stream_options": "usage is in the last event",
     "truncation": "nothing is dropped: input that is too long is refused",

@@ -77,7 +77,12 @@ def openapi_document() -> dict[str, Any]:
     """Return the document of a server that has everything, without the version."""
     limits = RequestLimits(vocab_size=1000, max_model_len=512, max_pool_tokens=400)
     document = openapi.document(
-        limits, ["toy", "alias"], has_keys=True, profiles=True, batches=BatchDescription(BatchConfig(directory=Path()))
+        limits,
+        ["toy", "alias"],
+        has_keys=True,
+        profiles=True,
+        stores_responses=True,
+        batches=BatchDescription(BatchConfig(directory=Path())),
     )
     del document["info"]["version"]
     return document

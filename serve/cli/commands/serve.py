@@ -103,6 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
         help="parser that separates reasoning from the answer; auto: chosen by the model's chat template; deepseek_r1: outputs begin with reasoning; none: reasoning stays in the text",
     )  # fmt: skip
+    group.add_argument(
+        "--store-responses", type=options.natural, metavar="N", default=0,
+        help="responses of /v1/responses kept in memory per API key for a day, to continue by previous_response_id; 0: none",
+    )  # fmt: skip
     settings.add_argument(
         "--dashboard",
         action=argparse.BooleanOptionalAction,
@@ -340,7 +344,7 @@ def _run(args: argparse.Namespace) -> int:
         ),
         app=AppConfig(
             keys=keys, tracer=tracer, memory=memory, profiler=profiler, dashboard=args.dashboard, root_path=args.root_path,
-            browsers=_browsers(args), batches=None if args.no_http else _batches(args), starting=stages.status,
+            browsers=_browsers(args), store_responses=args.store_responses, batches=None if args.no_http else _batches(args), starting=stages.status,
         ),
     )  # fmt: skip
     num_http = 0 if args.no_http else http.connections.max_connections

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API without its stored objects, such as earlier responses and conversations."""
+"""OpenAI's Responses API. Responses can be stored in memory; conversations and prompts cannot."""

@@ -1,9 +1,11 @@
 """Request bodies of the Responses API, and their conversion to chat completions.
 
-The server stores nothing, so fields that refer to an earlier response, a conversation or a stored prompt are rejected.
+A call may continue a stored response (`serve.http_api.responses.store`); fields that refer to a conversation or a stored
+prompt are rejected.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,6 +23,7 @@ from serve.http_api.openai_bodies import ChatBody, SharedBody, TopLogprobs, else
 from serve.http_api.openai_request import Body
 from serve.http_api.records import Flag, Record, Refused, Text, fixed, quoted, read, shaped
 from serve.http_api.responses.input_items import LEFT_OUT, ROLES, TEXT_PARTS, messages_of
+from serve.http_api.responses.store import ResponseStore, StoredResponse
 from serve.http_api.responses.tools import CHOICES, KINDS, chat_choice, chat_tools
 from serve.http_api.translation import TranslatedCall, chat_fields, constraint_fields, read_chat, set_thinking
 
@@ -114,7 +117,6 @@ def _choice() -> Schema:
 # --- bodies ----------------------------------------------------------------------------------------------------------
 
 _NOT_STORED: dict[str, tuple[tuple[object, ...], str]] = {
-    "previous_response_id": ((), "no response is stored here; send the whole conversation as input"),
     "conversation": ((), "no conversation is stored here; send the whole conversation as input"),
     "background": ((False,), "is not supported; leave it out, or send a batch"),
     "prompt": ((), "prompts are not stored here; use instructions and input"),
@@ -177,7 +179,13 @@ class ResponsesBody(SharedBody):
     include: Annotated[list[Any] | None, fixed(or_null(many({"enum": list(INCLUDABLE)})))] = None
     top_logprobs: TopLogprobs = None
     metadata: Annotated[Any, fixed(or_null(_PAIRS))] = None
-    store: Annotated[Flag, Meta(description="Accepted, but nothing is stored.")] = None
+    store: Annotated[
+        Flag, Meta(description="False: the response is not stored, whatever `--store-responses` says.")
+    ] = None
+    previous_response_id: Annotated[
+        Text,
+        shaped(lambda facts: or_null(STRING) if facts.stores_responses else dict(NULL), "Stored response to continue."),
+    ] = None
     parallel_tool_calls: Flag = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None = None
     truncation: (
@@ -203,6 +211,10 @@ class ResponsesCall(TranslatedCall):
 
     facts: bytes
     """Response fields that do not depend on the output, encoded as a JSON object."""
+    store: ResponseStore | None
+    """Where the response is stored; None: it is not."""
+    items: bytes
+    """JSON list of the input items of the whole conversation; empty if the response is not stored."""
 
     @property
     def call_id(self) -> str:
@@ -214,22 +226,63 @@ class ResponsesCall(TranslatedCall):
 
 
 def read_call(
-    parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None = None
+    parts: EngineComponents,
+    body: Body,
+    headers: Mapping[str, str],
+    arrival_s: float,
+    tenant: str | None = None,
+    *,
+    store: ResponseStore | None = None,
 ) -> ResponsesCall:
     """Check a body and build its request; see `serve.http_api.openai_request.read_call`.
+
+    Args:
+        parts, body, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
+        store: stored responses; None: nothing is stored.
 
     Raises:
         InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
         UnknownModelError: the body names a model that the server does not serve.
+        BadCallError: `previous_response_id` is not known.
     """
     openai_request.check_model(parts, body.get("model"))
     asked = read(ResponsesBody, body)
+    before = _continue(asked, store, tenant)
+    store = None if asked.store is False else store
     constraint = constraint_fields(body)
     shown, chat = _translated(asked, constraint)
     call = read_chat(parts, ChatBody(**chat), _NAMES, headers, arrival_s, tenant, constraint)
     params = call.requests[0].params
-    shown |= {"service_tier": call.service_tier, "temperature": params.temperature, "top_p": params.top_p}
-    return ResponsesCall(chat=call, names=_NAMES, facts=json_bytes(shown))
+    shown |= {
+        "service_tier": call.service_tier, "temperature": params.temperature, "top_p": params.top_p,
+        "previous_response_id": asked.previous_response_id, "store": store is not None,
+    }  # fmt: skip
+    if before is not None:  # the same session, unless the call names another
+        call = call.with_requests(
+            [dataclasses.replace(r, session_id=r.session_id or before.session_id) for r in call.requests]
+        )
+    items = b"" if store is None else json_bytes(_items(asked.input))
+    return ResponsesCall(chat=call, names=_NAMES, facts=json_bytes(shown), store=store, items=items)
+
+
+def _items(given: Any) -> list[Any]:
+    """Return the value of `input` as a list of items."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _continue(asked: ResponsesBody, store: ResponseStore | None, tenant: str | None) -> StoredResponse | None:
+    """Put the conversation that a body continues before its input. Returns the continued response, if any."""
+    if asked.previous_response_id is None:
+        return None
+    if store is None:
+        raise InvalidRequestError(
+            "previous_response_id",
+            "no response is stored here; send the whole conversation as input, or start with --store-responses N",
+        )
+    before = store.get(tenant, asked.previous_response_id, "previous_response_id")
+    messages_of(None, asked.input)  # errors name its own items
+    asked.input = [*json.loads(before.items), *_items(asked.input)]
+    return before
 
 
 def _translated(asked: ResponsesBody, constraint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -256,9 +309,7 @@ def _translated(asked: ResponsesBody, constraint: dict[str, Any]) -> tuple[dict[
         "max_tool_calls": asked.max_tool_calls,
         "metadata": _metadata(asked.metadata),
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": None,
         "reasoning": {"effort": effort.effort, "summary": effort.summary},
-        "store": False,
         "text": {
             "format": _format_of(text.format, constraint),
             **({} if text.verbosity is None else {"verbosity": text.verbosity}),

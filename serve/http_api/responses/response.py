@@ -15,6 +15,7 @@ from serve.http_api.errors import HttpError
 from serve.http_api.item_stream import ItemStream, check_end, num_written
 from serve.http_api.openai_response import CompletionResponseBuilder, timings_payload
 from serve.http_api.responses.request import ResponsesCall
+from serve.http_api.responses.store import StoredResponse
 from serve.http_api.tool_calls.events import CallStart, ContentText, OutputEvent, ReasoningText
 from serve.http_api.tool_calls.other_forms import input_of
 
@@ -44,7 +45,7 @@ class ResponsesResponse:
 
     def end(self) -> bytes:
         status = self._status()
-        self._emit_response(f"response.{status}", status)
+        self._stream.emit(f"response.{status}", ("response", self._ended(status)))
         return self._stream.taken()
 
     def failure(self, error: HttpError) -> bytes:
@@ -57,7 +58,7 @@ class ResponsesResponse:
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
         for delta in deltas:  # one output in pieces, so that tokens are counted for the right items
             self._push(delta)
-        return self._response(self._status())
+        return self._ended(self._status())
 
     def _push(self, delta: OutputDelta) -> None:
         """Process new output."""
@@ -108,6 +109,16 @@ class ResponsesResponse:
             else "completed"
         )
 
+    def _ended(self, status: str) -> bytes:
+        """Return the finished response, which is stored if the call asks for it."""
+        body, call = self._response(status), self._call
+        if call.store is not None:
+            request, output = call.requests[0], [_without_logprobs(item) for item in self._stream.items]
+            items = b"%s,%s" % (call.items[:-1], json_bytes(output)[1:])
+            record = StoredResponse(body=body, items=items, session_id=request.session_id)
+            call.store.put(request.tenant, call.call_id, record)
+        return body
+
     def _response(self, status: str, error: Json | None = None) -> bytes:
         call, ended = self._call, status != "in_progress"
         made: Json = {
@@ -136,6 +147,13 @@ class ResponsesResponse:
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": prompt + self._stream.num_tokens,
         }
+
+
+def _without_logprobs(item: Json) -> Json:
+    """Return an output item as an input item."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]]}
 
 
 class _Item:

@@ -92,10 +92,10 @@ def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
         "max_tool_calls": or_null(COUNT),
         "metadata": _OPEN,
         "parallel_tool_calls": FLAG,
-        "previous_response_id": NULL,
+        "previous_response_id": or_null(STRING),
         "reasoning": closed({"effort": short, "summary": short}),
         "service_tier": {"enum": list(USED_TIERS)},
-        "store": {"const": False},
+        "store": FLAG,
         "temperature": {"type": "number"},
         "text": object_of({"format": _OPEN, "verbosity": STRING}, required=("format",), closed=True),
         "tool_choice": {"type": ["string", "object"]},
@@ -127,6 +127,7 @@ def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
     }
     return {
         "Responses": closed(response, optional=("aptjax",)),
+        "ResponsesDeleted": closed({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}}),
         "ResponsesItem": {"anyOf": [closed(message), closed(reasoning), closed(call), closed(custom)]},
         EVENT: {
             "anyOf": [

@@ -58,6 +58,15 @@ def test_the_paths_of_profiles_are_described_where_they_are_served(tmp_path):
     assert len(paths) == len(described)
 
 
+def test_the_paths_of_stored_responses_are_described_where_they_are_served():
+    routed = HttpApp(AppConfig(store_responses=1, dashboard=False)).paths
+    described = openapi.document(stores_responses=True)
+    schemathesis.openapi.from_dict(described).validate()
+    assert sorted((m.upper(), path) for path, methods in described["paths"].items() for m in methods) == sorted(
+        (m, path.replace(":path}", "}")) for m, path in routed
+    )
+
+
 def test_the_paths_of_batches_are_described_where_they_are_served(tmp_path):
     store = BatchStore(BatchConfig(directory=tmp_path))
     batches = Batches(store)
