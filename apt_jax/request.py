@@ -244,7 +244,8 @@ class EngineRequest:
     """Seconds for which the client asks to keep the cached prefix (`cache_control`, `prompt_cache_options`), or after
     which a simulation's next call comes; advice that retention policies bound."""
     work: Literal["", "tool", "person"] = ""
-    """Kind of work that the answer asks for before the session's next call, if it is known beforehand."""
+    """Kind of work that the answer asks for before the session's next call, as far as it is known beforehand
+    (`Engine.note_answer`)."""
 
     @property
     def has_token_rules(self) -> bool:

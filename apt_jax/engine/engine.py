@@ -62,6 +62,7 @@ plans into batches, `TokenCommitter` turns results into outputs, `Recovery` hand
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -329,6 +330,12 @@ class Engine:
             self.states.changed_prefixes.forget(tenant, session_id)
         number = self.states.tenants.get(tenant)
         return self.states.sessions is not None and number is not None and self.states.sessions.end(number, session_id)
+
+    def note_answer(self, request_id: str, work: Literal["tool", "person"]) -> None:
+        """Tell the kind of work before the next call of an ended request's session: a tool if its answer calls one,
+        else a person. Thread-safe."""
+        if self.states.sessions is not None:
+            self.states.sessions.note_answer(request_id, work)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 

@@ -538,7 +538,7 @@ class RequestStates(ColumnTable):
         assert self.sessions is not None
         num_computed = state.num_known - (state.metrics.num_cached_tokens or 0) + state.metrics.recomputed_tokens
         has_run = state.metrics.first_scheduled_s is not None
-        self.sessions.ended(state.row, state.num_known, num_computed, state.request.work, has_run=has_run)
+        self.sessions.ended(state.request, state.row, state.num_known, num_computed, has_run=has_run)
 
     def _learn_length(self, state: RequestState, reason: FinishReason) -> None:
         table, num_outputs = self.table, state.num_known - state.prompt_len

@@ -21,6 +21,7 @@ from apt_jax.cache.session_groups import SessionGroups
 from apt_jax.config import SessionOrder
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.costs.model import StepCosts
+from apt_jax.request import EngineRequest
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.retention import LruRetention, Retention, RetentionView
 from apt_jax.sched.retention.sessions import NOBODY, WORKS, SessionTable
@@ -37,6 +38,8 @@ _SWEEP = 256
 """Number of new sessions, at least, between two searches for sessions to forget."""
 _RANK_S = 0.05
 """Sessions are ranked again after this many seconds, and when a call arrives."""
+_MAX_ANSWERS = 1024
+"""Number of ended calls whose answers may still be told (`Sessions.note_answer`)."""
 _WATERMARK = 0.01
 """Share of the pool that running requests may grow into, whatever is kept."""
 
@@ -79,6 +82,8 @@ class Sessions:
         self._name_of: dict[int, tuple[int, str]] = {}
         self._unnamed: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._sweep_unnamed_at, self._sweep_named_at = _SWEEP, MAX_IDLE_SESSIONS + _SWEEP
+        self._answers = collections.deque[tuple[str, str]](maxlen=_MAX_ANSWERS)
+        self._may_call: collections.OrderedDict[str, tuple[int, float]] = collections.OrderedDict()
         self._kept: dict[int, int] = {}
         self._rank_at_s = 0.0
         self._num_released = 0
@@ -95,6 +100,7 @@ class Sessions:
             session = self._new(tenant, key, float(requests.arrival_s[row]))
         elif key is not None:
             self._named.move_to_end(key)
+        self._apply_answers()
         self.retention.returned(table, session, now_s)
         if table.num_calls[session]:
             table.last_gap_s[session] = max(now_s - float(table.ended_s[session]), 0.0)
@@ -174,14 +180,14 @@ class Sessions:
         waited_s = self._clock.now_s() - float(self._requests.arrival_s[row])
         self.retention.started(self.table, self.of[row], waited_s, num_found)
 
-    def ended(self, row: int, num_tokens: int, num_computed: int, work: str, *, has_run: bool) -> None:
+    def ended(self, request: EngineRequest, row: int, num_tokens: int, num_computed: int, *, has_run: bool) -> None:
         """Record that a call has ended, whose groups have been released.
 
         Args:
-            row: row of the request.
+            request: the request.
+            row: its row.
             num_tokens: length of its prompt and output.
             num_computed: number of positions computed for it.
-            work: kind of work that its answer asks for (`EngineRequest.work`).
             has_run: False: it never ran, so it left nothing in the cache.
         """
         session = self.of.pop(row)
@@ -194,8 +200,26 @@ class Sessions:
         table.num_calls[session] += 1
         table.num_tokens[session] = num_tokens
         table.attained[session] += num_computed
-        table.work[session] = WORKS[work]
+        table.work[session] = WORKS[request.work]
         self.retention.ended(self._view(np.array([session], np.int32)))
+        if request.work == "tool":  # a person works if the answer calls none, which the front end tells later
+            self._may_call[request.request_id] = session, float(table.ended_s[session])
+            if len(self._may_call) > _MAX_ANSWERS:
+                self._may_call.popitem(last=False)
+
+    def note_answer(self, request_id: str, work: str) -> None:
+        """Note the kind of work that the answer of an ended request asks for, instead of `EngineRequest.work`.
+        Thread-safe: it is applied before the next decision."""
+        self._answers.append((request_id, work))
+
+    def _apply_answers(self) -> None:
+        while self._answers:
+            request_id, work = self._answers.popleft()
+            session, ended_s = self._may_call.pop(request_id, (NOBODY, 0.0))
+            is_last = session != NOBODY and self.table.live[session] and self.table.ended_s[session] == ended_s
+            if is_last and self.table.work[session] != WORKS[work]:
+                self.table.work[session] = WORKS[work]
+                self.retention.ended(self._view(np.array([session], np.int32)))
 
     def end(self, tenant: int, name: str) -> bool:
         """End a session and free the blocks that only it needs; returns False if it is not known or has ended."""
@@ -245,6 +269,7 @@ class Sessions:
             view: the view with all idle blocks free.
             is_stuck: True: nothing ran in the last iteration, and nothing is in flight; fewer blocks are kept each time.
         """
+        self._apply_answers()
         if view.now_s >= self._rank_at_s:
             self._rank_at_s = view.now_s + _RANK_S
             self._groups.rank_again()

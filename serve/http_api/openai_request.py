@@ -39,7 +39,7 @@ from serve.http_api.openai_bodies import ChatBody, CompletionBody, ConversationB
 from serve.http_api.records import read
 from serve.http_api.tool_calls.definitions import ToolSet, read_tools
 from serve.http_api.tool_calls.other_forms import OLD_NAMES, uses_functions, with_tools
-from serve.http_api.tool_calls.plan import OutputPlan, plan_output
+from serve.http_api.tool_calls.plan import OutputPlan, plan_output, told
 from serve.slo_headers import OBJECTIVE_KEYS, TIER_KEY, class_of_tier, max_queue_s, milliseconds, session_id, used_tier
 
 Kind = Literal["completion", "chat"]
@@ -261,6 +261,9 @@ def build_call(
         deadline_s = None if deadline_ms is None else arrival_s + check_deadline_ms(deadline_ms)
     except InvalidRequestError as error:
         raise _renamed(error, kind, given, output, slo_names) from None
+    if fields["work"] == "tool" and len(requests) == 1:
+        request_id = requests[0].request_id
+        output = told(output, lambda has_calls: parts.engine.note_answer(request_id, "tool" if has_calls else "person"))
     echoes = _echoes(parts, requests[::n]) if isinstance(asked, CompletionBody) and asked.echo else None
     return CompletionCall(
         kind=kind,

@@ -1,6 +1,7 @@
 """Sessions whose prompts begin differently in each call are found, and only those."""
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def tokens(rng: np.random.Generator, num: int) -> np.ndarray:
     return rng.integers(0, 50_000, num).astype(np.int32)
 
 
-def request(prompt: np.ndarray, session: str | None = "s", tenant: str | None = None, work="") -> EngineRequest:
+def request(prompt: np.ndarray, session: str | None = "s", tenant: str | None = None, work: Any = "") -> EngineRequest:
     return EngineRequest(
         request_id="r", prompt=None, prompt_token_ids=prompt, params=SamplingParams(), slo=SLO(), arrival_s=0.0,
         session_id=session, tenant=tenant, work=work,
@@ -76,7 +77,8 @@ def test_prompts_that_continue_or_have_other_text_lose_nothing(seed):
 def test_sessions_of_other_names_and_tenants_are_not_compared():
     rng, world = np.random.default_rng(73), World()
     rest = tokens(rng, 500)
-    for number, fields in enumerate(({}, {"session": "t"}, {"tenant": "a"}, {"tenant": "b"})):
+    others: tuple[dict[str, Any], ...] = ({}, {"session": "t"}, {"tenant": "a"}, {"tenant": "b"})
+    for number, fields in enumerate(others):
         assert world.lost(np.concatenate([[number], rest]).astype(np.int32), **fields) == 0
     assert world.lost(np.concatenate([[9], rest]).astype(np.int32), tenant="b") > 400
     world.changed.forget("a", "s")
@@ -130,15 +132,19 @@ def test_the_log_tells_where_prompts_part_once_and_never_their_text(caplog):
         assert "962 of 1001 tokens (96 %)" in line
         assert "40001" not in line
         assert "the-name" not in line
-        ask(8, tenant="a"), ask(9, tenant="a"), ask(8, session="u", tenant="a"), ask(9, session="u", tenant="a")
-        ask(8, work="tool"), ask(9, work="tool")
+        for number in (8, 9):
+            ask(number, tenant="a")
+            ask(number, session="u", tenant="a")
+            ask(number, work="tool")
         assert len(caplog.messages) == 3  # by tenant and kind of work
-        assert "of tenant a" in caplog.messages[1]
+        assert sum("of tenant a part" in line for line in caplog.messages) == 1
         world.clock.advance_to(LOG_PERIOD_S)
-        ask(1), ask(2)
+        for number in (1, 2):
+            ask(number)
         assert len(caplog.messages) == 4
         for number in range(2 * MAX_LOGGED):
-            ask(1, tenant=f"t{number}"), ask(2, tenant=f"t{number}")
+            for first in (1, 2):
+                ask(first, tenant=f"t{number}")
         assert len(caplog.messages) == 3 + MAX_LOGGED
         assert len(world.changed._logged_s) == MAX_LOGGED
 

@@ -12,6 +12,7 @@ from apt_jax.core.step import StepBatch
 from apt_jax.engine import sessions as engine_sessions
 from apt_jax.engine.sessions import Sessions
 from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sched.retention.sessions import PERSON, TOOL
 from tests.support.cases import num_cases
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import Served, prompt
@@ -386,3 +387,39 @@ def test_waiting_calls_come_in_the_order_asked_for(order, expected):
     assert [names[i] for i in served.engine.states.ids(view.waiting)] == expected
     served.drain()
     served.assert_as_expected()
+
+
+def test_an_answer_told_after_its_call_decides_who_works_unless_the_session_has_gone_on():
+    served = Served("fcfs", num_blocks=200, retention="cache-ttl")
+    sessions = of(served)
+
+    def ask(session: str, work: typing.Literal["", "tool", "person"] = "tool") -> str:
+        name = call(served, prompt(40, seed=len(served.requests)), session=session, work=work)
+        served.drain()
+        return name
+
+    def work_of(session: str) -> int:
+        return int(sessions.table.work[sessions._named[0, session][-1]])
+
+    first = ask("a")
+    row = sessions._named[0, "a"][0]
+    assert (work_of("a"), sessions.table.until_s[row] > 0) == (TOOL, True)
+    served.engine.note_answer(first, "person")
+    served.engine.note_answer("unknown", "person")
+    other = ask("b")  # its arrival applies what was told
+    assert (work_of("a"), sessions.table.until_s[row]) == (PERSON, 0.0)
+    served.engine.note_answer(other, "tool")
+    served.engine.note_answer(first, "tool")  # told twice
+    person = ask("c", "person")
+    assert (work_of("a"), work_of("b")) == (PERSON, TOOL)
+    served.engine.note_answer(person, "tool")  # not in question
+    served.engine.end_session("b")
+    for number in range(engine_sessions._MAX_ANSWERS + 5):
+        served.engine.note_answer(f"n{number}", "person")
+    assert len(sessions._answers) == engine_sessions._MAX_ANSWERS
+    ask("d")
+    assert (work_of("c"), len(sessions._answers)) == (PERSON, 0)
+    for _ in range(20):
+        ask("e")
+    assert len(sessions._may_call) <= engine_sessions._MAX_ANSWERS
+    served.engine.check_integrity()

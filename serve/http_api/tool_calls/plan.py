@@ -12,7 +12,7 @@ from serve.http_api.constraint_fields import RESPONSE_FORMAT, Constraint
 from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.definitions import ToolSet
 from serve.http_api.tool_calls.distinct import DistinctCalls
-from serve.http_api.tool_calls.events import OutputParser, PlainText
+from serve.http_api.tool_calls.events import CallStart, OutputEvent, OutputParser, PlainText
 from serve.http_api.tool_calls.forms import JSON_FORM, CallForm, form_of
 from serve.http_api.tool_calls.grammar import answer_grammar, answer_rules, calls_grammar, literals_of
 from serve.http_api.tool_calls.reasoning import (
@@ -129,6 +129,25 @@ def plan_output(
         constrains_calls=constrains,
         custom_tools=frozenset(function.name for function in tools.functions if function.is_custom),
     )
+
+
+def told(plan: OutputPlan, tell: Callable[[bool], object]) -> OutputPlan:
+    """Return a plan whose parsers call `tell` at the end of an output: True if it has calls."""
+    return dataclasses.replace(plan, parser=lambda: _Telling(plan.parser(), tell))
+
+
+class _Telling:
+    """Parser that tells whether the output has calls; implements `OutputParser`."""
+
+    def __init__(self, inner: OutputParser, tell: Callable[[bool], object]) -> None:
+        self._inner, self._tell, self._has_calls = inner, tell, False
+
+    def push(self, text: str, finished: bool) -> list[OutputEvent]:
+        events = list(self._inner.push(text, finished))
+        self._has_calls |= any(isinstance(event, CallStart) for event in events)
+        if finished:
+            self._tell(self._has_calls)
+        return events
 
 
 def _needs_grammar(tools: ToolSet) -> bool:

@@ -63,6 +63,42 @@ def test_who_works_after_an_answer_follows_from_the_tools_offered():
     run(scenario, chat_template=TEMPLATE, retention="knapsack")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_who_works_after_an_answer_is_known_once_the_answer_is_parsed(path, streamed):
+    """A tool if the answer calls one; a person if tools were offered in vain."""
+    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    anthropic = [{"name": "f", "input_schema": {"type": "object"}}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {**CHAT, "tools": TOOLS},
+        "/v1/messages": {**CHAT, "tools": anthropic},
+        "/v1/responses": {"input": "a long beginning of a chat", "max_output_tokens": 2, "tools": flat},
+        "/api/chat": {"messages": CHAT["messages"], "model": "toy", "tools": TOOLS, "options": {"num_predict": 2}},
+    }
+    required: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"tool_choice": "required", "max_tokens": 64},
+        "/v1/messages": {"tool_choice": {"type": "any"}, "max_tokens": 64},
+        "/v1/responses": {"tool_choice": "required", "max_output_tokens": 64},
+    }
+
+    async def scenario(served):
+        async def work(name: str, fields: dict[str, Any]) -> int:
+            body = {**bodies[path], **fields, "stream": streamed}
+            response = await served.post(path, body, headers={"x-session-id": name})
+            assert response.status_code == 200, response.text
+            (row,) = next(rows for (_, known), rows in sessions_of(served)._named.items() if known == name)
+            return row
+
+        spoke = await work("spoke", {})
+        called = await work("called", required[path]) if path in required else None
+        await work("next", {})  # before it arrives, both are known
+        table = sessions_of(served).table
+        assert table.work[spoke] == PERSON
+        assert called is None or table.work[called] == TOOL
+
+    run(scenario, chat_template=TEMPLATE, retention="cache-ttl")
+
+
 def test_a_session_is_ended_by_its_own_key_alone():
     async def scenario(served):
         async def cached(key: str) -> int:

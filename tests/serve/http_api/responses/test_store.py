@@ -84,8 +84,7 @@ def test_continuing_a_response_is_resending_its_conversation(streamed):
 def test_tool_calls_are_continued_with_their_results(streamed):
     async def scenario(served):
         fields: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 64, "ignore_eos": False, "stream": streamed}
-        choice = {"tool_choice": {"type": "function", "name": "look"}}
-        first = await ask(served, "look", **fields, **choice)
+        first = await ask(served, "look", **{**fields, "tool_choice": {"type": "function", "name": "look"}})
         (call,) = first["output"]
         assert call["type"] == "function_call"
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "nothing"}
