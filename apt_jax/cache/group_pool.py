@@ -77,7 +77,7 @@ class GroupPool:
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.blocks_per_group = tuple(blocks_per_group)
-        self.prefixes = PrefixTree(num_blocks, len(self.blocks_per_group))
+        self.prefixes = PrefixTree(num_blocks, len(self.blocks_per_group), num_host_blocks)
         self.tracker: PrefixHitTracker | None = None
         self.tier = HostTier(num_host_blocks, self.blocks_per_group) if num_host_blocks else None
         self.num_refs = np.zeros(num_blocks + 1, np.int32)

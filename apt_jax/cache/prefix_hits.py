@@ -133,6 +133,18 @@ class PrefixHitTracker:
         """Return the last node of the longest cached prefix of a waiting request."""
         return self._place[row][kind]
 
+    def num_known(self, row: int) -> int:
+        """Return the number of positions of a waiting request that are cached or were once, with the kind that has most
+        of them."""
+        count = self._tree.former.count
+        return max(
+            (
+                (node.depth + count(self._digests[row][kind][node.depth :])) * self._block_sizes[kind]
+                for kind, node in self._place.get(row, {}).items()
+            ),
+            default=0,
+        )
+
     def _deepest(self, node: Node, digests: list[bytes]) -> Node:
         find, kind = self._tree.find, node.kind
         for digest in digests[node.depth :]:

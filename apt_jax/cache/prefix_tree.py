@@ -17,6 +17,7 @@ The root digest depends on a salt that is never sent to clients, so they cannot 
 has its own tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
 """
 
+import array
 import collections
 import hashlib
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from numpy.typing import NDArray
 from apt_jax.core.step import NULL_BLOCK
 
 DIGEST_BYTES = 16
+_WAYS = 4
+"""Number of former groups remembered for the same bits of their digests."""
 
 
 def root_digest(salt: bytes, tenant_salt: bytes = b"") -> bytes:
@@ -107,6 +110,39 @@ class IdleGroups(collections.OrderedDict[int, None]):
         return next(iter(self))
 
 
+class FormerGroups:
+    """Digests of groups that were registered and are not any more. Later ones replace earlier ones.
+
+    Args:
+        num_groups: most groups that are registered at once; four times as many are remembered, 8 bytes each.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        sets = 1 << min(max(num_groups, 256), 1 << 18).bit_length()
+        self._keys = array.array("Q", bytes(8 * _WAYS * sets))
+        self._sets = np.frombuffer(self._keys, np.uint64).reshape(sets, _WAYS)
+
+    def add(self, digest: bytes) -> None:
+        key = int.from_bytes(digest[:8], "little")
+        first = _WAYS * (key & (len(self._sets) - 1))
+        held = self._keys[first : first + _WAYS]
+        if key not in held:  # the set's latest comes first
+            held.pop()
+            held.insert(0, key)
+            self._keys[first : first + _WAYS] = held
+
+    def count(self, digests: Sequence[bytes]) -> int:
+        """Return how many of these digests of unregistered groups are remembered."""
+        if not digests:
+            return 0
+        parts = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)[:, :8]
+        keys = np.zeros((len(digests), 8), np.uint8)
+        keys[:, : parts.shape[1]] = parts
+        keys = keys.view("<u8")
+        held = self._sets[keys[:, 0] & np.uint64(len(self._sets) - 1)]
+        return int(np.count_nonzero((held == keys).any(axis=1)))
+
+
 class PrefixTree:
     """Registered groups by digest, and idle groups, least recently used first.
 
@@ -115,14 +151,16 @@ class PrefixTree:
             free, and are evicted from the front.
         node_of: nodes by first block.
         is_registered: (num_blocks + 1,) True for first blocks that have a node.
+        former: groups that were registered.
     """
 
-    def __init__(self, num_blocks: int, num_kinds: int) -> None:
+    def __init__(self, num_blocks: int, num_kinds: int, num_host_blocks: int = 0) -> None:
         self.roots = [Node(kind, b"", None, NULL_BLOCK) for kind in range(num_kinds)]
         self._by_digest: list[dict[bytes, Node]] = [{} for _ in range(num_kinds)]
         self.node_of: dict[int, Node] = {}
         self.is_registered = np.zeros(num_blocks + 1, np.bool_)
         self.idle = IdleGroups()
+        self.former = FormerGroups(num_blocks + num_host_blocks)
 
     def find(self, kind: int, digest: bytes) -> Node | None:
         return self._by_digest[kind].get(digest)
@@ -165,6 +203,7 @@ class PrefixTree:
         top.parent.children.discard(top)
         for node in nodes:
             del self._by_digest[node.kind][node.digest]
+            self.former.add(node.digest)
             if node.block != NULL_BLOCK:
                 del self.node_of[node.block]
                 self.is_registered[node.block] = False

@@ -31,6 +31,11 @@ class RecomputeCause(enum.IntEnum):
     """Positions found in the prefix cache earlier were no longer cached, or slots saved to host memory were lost."""
 
 
+PROMPT_SOURCES = ("device", "host", "disk", "evicted", "new")
+"""Where prompt tokens came from when their request was first scheduled: found on the device or in host memory, read from
+disk into host memory, computed although they had been cached before, or computed for the first time."""
+
+
 class RollingPercentiles:
     """Percentiles of the last few thousand values."""
 
@@ -60,9 +65,8 @@ class EngineCounters:
         self.num_preemptions = 0
         self.recomputed = np.zeros(len(RecomputeCause), np.int64)
         """(causes,) recomputed positions, indexed by `RecomputeCause`."""
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
         self.changed_prefix_tokens = 0
+        self.prompt_sources = dict.fromkeys(PROMPT_SOURCES, 0)
         self.cache_hit_tokens = 0
         """Positions found on the device or in host memory."""
         self.host_hit_tokens = 0

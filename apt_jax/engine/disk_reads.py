@@ -187,6 +187,7 @@ class DiskReads:
         self._disk.place(group, () if node is None else node.host)
         if node is not None:
             self._counters.disk_hit_tokens += self._cache.block_sizes[kind]
+            self._states.read[list(read.rows)] += self._cache.block_sizes[kind]
 
     def _release(self, read: _Read) -> None:
         """Make the requests that waited for a read visible to policies; requests that joined it may start another

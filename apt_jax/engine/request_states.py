@@ -15,7 +15,7 @@ from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV, NO_KIND, CacheKindSpec
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine.changed_prefixes import ChangedPrefixes
-from apt_jax.engine.counters import EngineCounters, RecomputeCause
+from apt_jax.engine.counters import PROMPT_SOURCES, EngineCounters, RecomputeCause
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
@@ -183,6 +183,7 @@ class RequestStates(ColumnTable):
     lost_by = column(np.int8)  # `RecomputeCause` of the last cache loss
     pinned_kind = column(np.int8, fill=NO_KIND)  # the only kind that can hold the row's request
     adapter = column(np.int32)  # number of the adapter in `adapters`, from 1; 0: no adapter
+    read = column(np.int32)  # positions read from disk for the row
     held = column(np.bool_)  # the row waits for a read from disk, and is hidden from the policy
     order = column(np.float64)  # requests are listed by `order`, then by rank (`SchedulerConfig.session_order`)
     num_filled = column(np.int32)  # groups found, registered, or full after the step in flight
@@ -375,10 +376,14 @@ class RequestStates(ColumnTable):
         if not self.in_flight[state.row]:
             self.prefixes.track(state, int(self.pinned_kind[state.row]))
 
-    def start(self, row: int, slot: int, kind: int, num_found: int) -> None:
-        """Mark a waiting request as running, after it has got its first blocks and `num_found` cached positions."""
+    def start(self, row: int, slot: int, kind: int, num_found: int, num_copied: int) -> None:
+        """Mark a waiting request as running, after it has got its first blocks and `num_found` cached positions,
+        `num_copied` of them from host memory."""
         state = self.state(row)
         if self.prefixes.hits is not None:
+            if state.metrics.first_scheduled_s is None:
+                state.metrics.num_cached_tokens = num_found
+                self._count_sources(state, num_found, num_copied)
             self.prefixes.hits.end(row)
             state.num_found = num_found // self.cache.block_sizes[kind]
             state.found_kind = kind
@@ -386,10 +391,6 @@ class RequestStates(ColumnTable):
             self.table.num_cached[row] = num_found
             self.num_filled[row] = state.num_found
             self._counters.cache_hit_tokens += num_found
-            if state.metrics.first_scheduled_s is None:
-                state.metrics.num_cached_tokens = num_found
-                self._counters.prefix_cache_queries += state.prompt_len
-                self._counters.prefix_cache_hits += num_found
         self.found[row] = num_found
         self.status[row] = RUNNING
         self.slot[row] = slot
@@ -408,6 +409,14 @@ class RequestStates(ColumnTable):
             state.metrics.first_scheduled_s = self._clock.now_s()
             if self.sessions is not None:
                 self.sessions.started(row, num_found)
+
+    def _count_sources(self, state: RequestState, num_found: int, num_copied: int) -> None:
+        assert self.prefixes.hits is not None
+        known = max(min(self.prefixes.hits.num_known(state.row), state.prompt_len), num_found)
+        read = min(int(self.read[state.row]), num_copied)
+        parts = (num_found - num_copied, num_copied - read, read, known - num_found, state.prompt_len - known)
+        for source, num in zip(PROMPT_SOURCES, parts, strict=True):
+            self._counters.prompt_sources[source] += num
 
     def convert(self, row: int) -> None:
         """Record that a running request was converted from layer inputs to keys and values."""

@@ -30,6 +30,9 @@ from apt_jax.sched.step_packer import growth
 from apt_jax.sched.view import SchedulerView
 from apt_jax.utils.clock import Clock
 
+SESSION_STATES = ("running", "device", "host", "uncached")
+"""States of a remembered session: a call waits or runs; else some of its cache is on the device; only in host memory;
+none is left."""
 MAX_IDLE_SESSIONS = 16_384
 """Number of remembered sessions without groups and live calls."""
 PLAS_LEVELS = 4096 * 2 ** np.arange(0, 20, 2)
@@ -341,6 +344,17 @@ class Sessions:
             has_host=self._cache.tier is not None,
             free_host_blocks=0 if self._cache.tier is None else self._cache.tier.pool.num_free,
         )
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of remembered sessions in each of `SESSION_STATES`."""
+        table = self.table
+        known = table.live.copy()
+        known[NOBODY] = False
+        counts = []
+        for is_so in (table.num_live > 0, table.device_groups.any(axis=1), table.host_groups.any(axis=1), known):
+            counts.append(int(np.count_nonzero(known & is_so)))
+            known &= ~is_so
+        return dict(zip(SESSION_STATES, counts, strict=True))
 
     # --- integrity -------------------------------------------------------------------------------------------------
 

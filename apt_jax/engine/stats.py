@@ -64,6 +64,10 @@ class EngineStats:
     """Tokens of `prefix_cache_queries` that were cached."""
     changed_prefix_tokens: int
     """Prompt tokens computed although the last prompt of their session had them too, behind a different beginning."""
+    prompt_tokens_by_source: dict[str, int]
+    """`prefix_cache_queries` by where they came from, keyed by `PROMPT_SOURCES`."""
+    sessions: dict[str, int]
+    """Number of remembered sessions, keyed by `SESSION_STATES`; empty if neither retention nor order needs sessions."""
     host_blocks: int
     """Blocks of host memory for cached prefixes; 0 without `swap_space`."""
     used_host_blocks: int
@@ -193,9 +197,11 @@ def collect_stats(
         num_conversions=counters.num_conversions,
         recomputed_tokens=counters.recomputed_tokens,
         recomputed_by_cause={cause.name.lower(): int(counters.recomputed[cause]) for cause in RecomputeCause},
-        prefix_cache_queries=counters.prefix_cache_queries,
-        prefix_cache_hits=counters.prefix_cache_hits,
         changed_prefix_tokens=counters.changed_prefix_tokens,
+        prefix_cache_queries=sum(counters.prompt_sources.values()),
+        prefix_cache_hits=sum(counters.prompt_sources[source] for source in ("device", "host", "disk")),
+        prompt_tokens_by_source=dict(counters.prompt_sources),
+        sessions={} if states.sessions is None else states.sessions.counts(),
         host_blocks=0 if tier is None else tier.pool.num_blocks,
         used_host_blocks=0 if tier is None else tier.pool.num_used,
         saved_blocks=0 if tier is None else tier.num_saved_blocks,

@@ -95,6 +95,8 @@ class SimulationResult:
     kind_switches: int
     prefix_hit_fraction: float
     """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
+    prompt_tokens_by_source: dict[str, int]
+    """See `EngineStats.prompt_tokens_by_source`."""
     saved_blocks: int
     """Blocks copied to host memory; 0 without `swap_space`."""
     loaded_blocks: int
@@ -178,6 +180,7 @@ class SimulationResult:
             "strict_attainment_bound": self.strict_attainment_bound,
             "kind_switches": self.kind_switches,
             "prefix_hit_fraction": self.prefix_hit_fraction,
+            "prompt_tokens_by_source": self.prompt_tokens_by_source,
             "saved_blocks": self.saved_blocks,
             "loaded_blocks": self.loaded_blocks,
             "restores": self.restores,
@@ -345,9 +348,11 @@ def simulate(
     stats = [replica.engine.stats() for replica in replicas]
     by_type = collections.Counter[str]()
     by_cause = collections.Counter[str]()
+    by_source = collections.Counter[str]()
     for one in stats:
         by_type.update(one.iterations)
         by_cause.update(one.recomputed_by_cause)
+        by_source.update(one.prompt_tokens_by_source)
 
     def busy_fraction(busy_s: float) -> float:
         return busy_s / summary.duration_s if summary.duration_s > 0 else 0.0
@@ -365,6 +370,7 @@ def simulate(
         kind_switches=sum(sum(one.kind_switches.values()) for one in stats),
         prefix_hit_fraction=sum(one.prefix_cache_hits for one in stats)
         / max(sum(one.prefix_cache_queries for one in stats), 1),
+        prompt_tokens_by_source=dict(by_source),
         saved_blocks=sum(one.saved_blocks for one in stats),
         loaded_blocks=sum(one.loaded_blocks for one in stats),
         restores=dict(sum((collections.Counter(one.restores) for one in stats), collections.Counter())),

@@ -324,17 +324,26 @@ function showClasses() {
   ])));
 }
 
+const SESSION_STATES = { running: "running", device: "idle on the device", host: "idle in host memory", uncached: "without cache" };
+
 function showTiers() {
   const found = (tier) => count(metric("aptjax:cache_hit_tokens_total", [tier]));
-  const rows = [numbersRow("Device", "device", [count(metric("aptjax:blocks", ["kv", "hidden"])), count(metric("aptjax:blocks")), found("device")])];
+  const prompts = metric("aptjax:prompt_tokens_by_source_total");
+  const share = (source) => (prompts ? `${((100 * metric("aptjax:prompt_tokens_by_source_total", [source])) / prompts).toFixed(1)} %` : "–");
+  const rows = [numbersRow("Device", "device", [count(metric("aptjax:blocks", ["kv", "hidden"])), count(metric("aptjax:blocks")), found("device"), share("device")])];
   const host = metric("aptjax:host_blocks"); // 0: there is no host memory
-  if (host) rows.push(numbersRow("Host memory", "host", [count(metric("aptjax:host_blocks", ["used"])), count(host), found("host")]));
+  if (host) rows.push(numbersRow("Host memory", "host", [count(metric("aptjax:host_blocks", ["used"])), count(host), found("host"), share("host")]));
+  for (const [source, label] of [["disk", "Disk"], ["evicted", "Computed again, evicted"], ["new", "Computed, new"]]) {
+    if (source in (snapshot.metrics["aptjax:prompt_tokens_by_source_total"] ?? {})) rows.push(numbersRow(label, source, ["–", "–", "–", share(source)]));
+  }
   $("tiers").tBodies[0].replaceChildren(...rows);
   const moved = (way) => `${count(metric("aptjax:host_moved_blocks_total", [way]))} blocks and ${count(metric("aptjax:host_moved_slots_total", [way]))} slots`;
   const ways = Object.entries(snapshot.metrics["aptjax:restores_total"] ?? {}).filter(([, n]) => n).map(([way, n]) => `${count(n)} ${way}`);
   $("tiers-note").textContent = host
     ? `Saved ${moved("save")}, loaded ${moved("load")}. Requests restored: ${ways.join(", ") || "none"}. ${count(metric("aptjax:host_lost_groups_total"))} groups lost.`
     : "There is no host memory (--swap-space).";
+  const sessions = Object.entries(snapshot.metrics["aptjax:sessions"] ?? {}).map(([state, n]) => `${count(n)} ${SESSION_STATES[state]}`);
+  if (sessions.length) $("tiers-note").textContent += ` Sessions: ${sessions.join(", ")}.`;
 }
 
 function showObjectives() {

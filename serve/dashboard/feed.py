@@ -60,7 +60,7 @@ _SHOWN = frozenset(
         "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
         "vllm:request_success", "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "aptjax:blocks",
         "aptjax:host_blocks", "aptjax:host_moved_blocks", "aptjax:host_moved_slots", "aptjax:restores", "aptjax:host_lost_groups",
-        "aptjax:cache_hit_tokens", "aptjax:class_requests", "aptjax:class_generation_tokens", "aptjax:class_queue_time_seconds",
+        "aptjax:cache_hit_tokens", "aptjax:prompt_tokens_by_source", "aptjax:sessions", "aptjax:class_requests", "aptjax:class_generation_tokens", "aptjax:class_queue_time_seconds",
         "aptjax:class_time_to_first_token_seconds", "aptjax:class_inter_token_latency_seconds",
         "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:recomputed_tokens", "aptjax:requests_refused",
     )

@@ -105,6 +105,13 @@ class Scrape(Collector):
             [(tuple(facts.values()), 1)],
             tuple(facts),
         )
+        if stats.sessions:
+            yield self._families.gauge(
+                "aptjax:sessions",
+                "Remembered sessions: with a running or waiting call; else with cache on the device, only in host memory, or nowhere.",
+                [((state,), count) for state, count in stats.sessions.items()],
+                ("state",),
+            )
         blocks = [((kind,), count) for kind, count in stats.blocks_by_kind.items()]
         yield self._families.gauge(
             "aptjax:blocks",
@@ -231,6 +238,14 @@ class Scrape(Collector):
             "Positions of new and preempted requests that were found in the cache, by tier.",
             hits,
             ("tier",),
+        )
+        has = {"host": bool(stats.host_blocks), "disk": self._parts.config.cache.prefix_cache_dir is not None}
+        sources = [((name,), n) for name, n in stats.prompt_tokens_by_source.items() if has.get(name, True)]
+        yield self._families.counter(
+            "aptjax:prompt_tokens_by_source",
+            "Prompt tokens of requests scheduled for the first time: found on a tier, computed again because evicted, or new.",
+            sources,
+            ("source",),
         )
         if stats.host_blocks:
             yield from self._host_memory()

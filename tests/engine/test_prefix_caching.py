@@ -532,3 +532,52 @@ def test_many_conversations_say_what_they_say_without_cache(policy):
         total["resets"] += served.executor.num_resets
     assert total["hits"] > 0.3 * total["queries"], total
     assert total["copies"] > num_cases(-1, 10), total  # a few conversations may have none
+
+
+def known_of(served: Served, name: str, before: list[str]) -> int:
+    """How many tokens of a prompt earlier requests have left in the cache, whole groups, before any was evicted."""
+    tokens = served.requests[name].prompt_token_ids
+    best = 0
+    for other in before:
+        theirs = np.array([*served.requests[other].prompt_token_ids, *served.tokens[other]], np.int32)[:-1]
+        num = min(tokens.size, theirs.size)
+        same = int(np.argmin(np.append(tokens[:num] == theirs[:num], False)))
+        best = max(best, same // 4 * 4)
+    return best
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 12])
+@pytest.mark.parametrize("offered", [(True, False), (False, True)], ids=["kv", "hidden"])
+def test_prompt_tokens_are_told_by_where_they_came_from(offered, num_host_blocks):
+    """Held against what earlier requests had, one request at a time."""
+    total: dict[str, int] = {}
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        served = Served(
+            "fcfs", num_blocks=24, offered=offered, num_host_blocks=num_host_blocks, debug=False, hidden_block_size=4
+        )
+        before: list[str] = []
+        expected = dict.fromkeys(("found", "evicted", "new"), 0)
+        for i in range(30):
+            tokens = prompt(int(rng.integers(1, 20)), seed=1000 * seed + i)
+            if before and rng.random() < 0.7:
+                beginning = served.requests[before[int(rng.integers(len(before)))]].prompt_token_ids
+                tokens = np.concatenate([beginning[: int(rng.integers(1, 24))], tokens])[:30]
+            name = served.serve(tokens, 3)
+            found = served.cached[name]
+            known = max(known_of(served, name, before), found)
+            expected["found"] += found
+            expected["evicted"] += known - found
+            expected["new"] += tokens.size - known
+            before.append(name)
+        stats = served.engine.stats()
+        sources = stats.prompt_tokens_by_source
+        assert sum(sources.values()) == stats.prefix_cache_queries
+        assert sources["device"] + sources["host"] == stats.prefix_cache_hits == expected["found"]
+        assert (sources["evicted"], sources["new"]) == (expected["evicted"], expected["new"]), seed
+        for source, num in sources.items():
+            total[source] = total.get(source, 0) + num
+        served.assert_as_expected()
+    assert all(total[source] for source in ("device", "evicted", "new"))
+    assert bool(total["host"]) == bool(num_host_blocks)
+    assert not total["disk"]

@@ -423,3 +423,20 @@ def test_an_answer_told_after_its_call_decides_who_works_unless_the_session_has_
         ask("e")
     assert len(sessions._may_call) <= engine_sessions._MAX_ANSWERS
     served.engine.check_integrity()
+
+
+def test_sessions_are_counted_by_where_their_cache_is():
+    served = Served("fcfs", num_blocks=40, offered=(True, False), retention="knapsack", num_host_blocks=30)
+    states: set[str] = set()
+    for i in range(12):
+        call(served, prompt(30, seed=i), session=f"s{i % 9}", tenant=f"t{i % 9}")
+        served.step()
+        served.step()
+        counts = served.engine.stats().sessions
+        assert tuple(counts) == engine_sessions.SESSION_STATES
+        assert sum(counts.values()) == np.count_nonzero(of(served).table.live) - 1
+        assert counts["running"] == 1
+        served.drain()
+        states |= {state for state, num in served.engine.stats().sessions.items() if num}
+    assert states == {"device", "host", "uncached"}
+    assert Served("fcfs", num_blocks=40).engine.stats().sessions == {}

@@ -687,6 +687,7 @@ class Simulation:
             self.note["group written to disk"] += self.disk.num_written
             self.note["group read from disk"] += stats.disk_hit_tokens > 0
             self.note["disk failed"] += self.disk.num_failed
+        expect(min(stats.prompt_tokens_by_source.values()) >= 0, "sources of prompt tokens are miscounted")
         expect(0 <= stats.prefix_cache_hits <= stats.prefix_cache_queries, "hits are miscounted")
         engine.check_integrity()
         engine.close()

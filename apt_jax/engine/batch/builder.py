@@ -117,9 +117,9 @@ class BatchBuilder:
                 states.sync_charges()
                 return None, rows, []
         for i in np.flatnonzero(states.status[rows] == WAITING).tolist():
-            if self._cache.tier is not None:
-                self._prefixes.count_restore(int(rows[i]), int(kind[i]), int(found[i]))
-            states.start(int(rows[i]), int(slots[i]), int(kind[i]), int(found[i]))
+            row, of_kind, num = int(rows[i]), int(kind[i]), int(found[i])
+            copied = 0 if self._cache.tier is None else self._prefixes.count_restore(row, of_kind, num)
+            states.start(row, int(slots[i]), of_kind, num, copied)
         requests = states.states(rows)
         copies = self._begin_copies(rows, slots, sources) if sources else None
         batch = self._make_batch(rows, num_tokens, kind, slots, requests)
@@ -170,8 +170,8 @@ class BatchBuilder:
                 cache.release(owner)
             if row in inputs:
                 if begins:
-                    self._prefixes.count_restore(row, KV, num)
-                    states.start(row, cache.slot_of(owner), HIDDEN, num)
+                    copied = self._prefixes.count_restore(row, KV, num)
+                    states.start(row, cache.slot_of(owner), HIDDEN, num, copied)
                 states.convert(row)
         return inputs, ok
 

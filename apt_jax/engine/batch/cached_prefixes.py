@@ -88,17 +88,20 @@ class CachedPrefixes:
                     sources[row] = source
         return found, sources
 
-    def count_restore(self, row: int, kind: int, found: int) -> None:
-        """Update the counters of restored prefixes for a request that starts to run."""
+    def count_restore(self, row: int, kind: int, found: int) -> int:
+        """Update the counters of restored prefixes for a request that starts to run; returns how many of the `found`
+        positions are copied from host memory."""
         copied, hits = self._from_host.pop(row, 0), self._states.prefixes.hits
         assert hits is not None
-        self._counters.host_hit_tokens += copied if found else 0
+        copied = copied if found else 0
+        self._counters.host_hit_tokens += copied
         if hits.is_converted(row, kind) and found:
             self._counters.restores["converted"] += 1
-        elif copied and found:
+        elif copied:
             self._counters.restores[KIND_NAMES[kind]] += 1
         elif hits.node(row, kind).depth > -(-found // self._cache.block_sizes[kind]):
             self._counters.restores["recomputed"] += 1
+        return copied
 
     def _prepare_loads(self, rows: NDArray[np.int32], kind: NDArray[np.int8]) -> None:
         """Check the copies of the rows' prefixes in host memory, drop lost copies from the cache, and pin the

@@ -259,6 +259,7 @@ def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
     replicas = values["replicas"]
     bound, strict = values["slo_attainment_bound"], values["strict_attainment_bound"]
     has_e2e = math.isfinite(config.slo.e2e_s)
+    sources = values["prompt_tokens_by_source"]
     print_table(
         f"{config.policy}: {_simulated(config, 'sessions' in values)}",
         [
@@ -279,6 +280,7 @@ def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
             *([("iterations scheduled by fcfs because the policy failed", str(values["fallback_iterations"]))] if values["fallback_iterations"] else []),
             *([(LEFT_OUT, f"{values['num_left_out']:,}")] if values["num_left_out"] else []),
             *([("prompt tokens found cached (%)", f"{100 * values['prefix_hit_fraction']:.1f}")] if values["prefix_hit_fraction"] else []),
+            *([("prompt tokens by source (%)", ", ".join(f"{source} {100 * n / sum(sources.values()):.1f}" for source, n in sources.items() if n))] if sources["new"] else []),
             ("tokens decoded from hidden cache (%)", f"{100 * values['hidden_token_fraction']:.1f}"),
             ("iterations", f"{values['iterations']:,}: {', '.join(f'{kind} {count:,}' for kind, count in values['iterations_by_type'].items())}"),
             *([("requests by replica", ", ".join(str(r["num_sent"]) for r in replicas))] if len(replicas) > 1 else []),

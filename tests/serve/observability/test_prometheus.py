@@ -348,12 +348,13 @@ def test_how_well_steps_are_predicted_while_serving_is_told():
 
 def test_host_memory_is_told_where_there_is_some():
     async def scenario(served):
-        assert not any(name.startswith("aptjax:host") for name in (await scrape(served)).kinds)
+        assert not any(name.startswith(("aptjax:host", "aptjax:sessions")) for name in (await scrape(served)).kinds)
         engine = served.parts.engine
         stats = engine.stats
         engine.stats = lambda: dataclasses.replace(
             stats(), host_blocks=10, used_host_blocks=4, saved_bytes=300, loaded_bytes=200, host_hit_tokens=7,
-            restores={"kv": 2, "recomputed": 1}, num_lost_groups=1,
+            restores={"kv": 2, "recomputed": 1}, num_lost_groups=1, sessions={"running": 3, "host": 1},
+            prompt_tokens_by_source={"device": 9, "host": 7, "disk": 0, "evicted": 5, "new": 4},
         )  # fmt: skip
         found = await scrape(served)
         assert [found.value("aptjax:host_blocks", state=state) for state in ("used", "free")] == [4, 6]
@@ -362,6 +363,11 @@ def test_host_memory_is_told_where_there_is_some():
         assert [found.value("aptjax:restores_total", way=way) for way in ways] == [2, 0, 0, 1]
         assert found.value("aptjax:host_hit_tokens_total") == 7
         assert found.value("aptjax:host_lost_groups_total") == 1
+        assert [found.value("aptjax:sessions", state=state) for state in ("running", "host")] == [3, 1]
+        sources = {
+            dict(labels)["source"]: n for (name, labels), n in found.samples.items() if "prompt_tokens_by" in name
+        }
+        assert sources == {"device": 9, "host": 7, "evicted": 5, "new": 4}
         engine.stats = stats
 
     run(scenario)
