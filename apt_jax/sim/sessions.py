@@ -305,7 +305,7 @@ class SessionSummary:
     completion_s: Percentiles
     slowdown_mean: float | None
     """Mean of completion time divided by the time that the same calls take on an idle engine with all that they share
-    cached."""
+    cached; None: not known."""
     slowdown: Percentiles
     ttft_first_s: Percentiles
     """TTFT of calls without a parent, which share nothing with earlier calls, in seconds."""
@@ -313,19 +313,23 @@ class SessionSummary:
     """TTFT of the other calls, in seconds."""
 
 
-def summarize_sessions(calls: Calls, records: Sequence[RequestRecord], alone: NDArray[np.float64]) -> SessionSummary:
+def summarize_sessions(
+    calls: Calls, records: Sequence[RequestRecord], alone: NDArray[np.float64] | None
+) -> SessionSummary:
     """Return completion times of the sessions of a run.
 
     Args:
         calls: the calls.
         records: times of each call.
-        alone: (n,) seconds that each call takes alone (`alone_s`).
+        alone: (n,) seconds that each call takes alone (`alone_s`); None: not known.
     """
     completed = np.array([record.completed for record in records])
     took_s = np.array([r.token_times_s[-1] - r.arrival_s if r.token_times_s else 0.0 for r in records])
     whole = np.bincount(calls.session, ~completed, calls.num_sessions) == 0
     completion_s = np.bincount(calls.session, took_s, calls.num_sessions)[whole]
-    slowdown = completion_s / np.bincount(calls.session, alone, calls.num_sessions)[whole]
+    slowdown = np.zeros(0)
+    if alone is not None:
+        slowdown = completion_s / np.bincount(calls.session, alone, calls.num_sessions)[whole]
     ttft = [(record.ttft_s, parent < 0) for record, parent in zip(records, calls.parent.tolist(), strict=True)]
     return SessionSummary(
         num_sessions=calls.num_sessions,

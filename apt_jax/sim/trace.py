@@ -93,6 +93,13 @@ class Trace:
             return self
         return dataclasses.replace(self, output_tokens=_scaled(self.output_tokens, factor))
 
+    def check_shared(self, block_tokens: int | None) -> None:
+        """Raise `ConfigError` if calls of a file share more blocks of `block_tokens` tokens than their prompts have;
+        None: the trace's own size of blocks."""
+        if self.calls is not None and self.lines is not None:
+            size = block_tokens or self.block_tokens
+            sessions.check_shared(self.calls, self.prompt_tokens, self.lines.tolist(), size, self.name)
+
     def without_sessions(self, flag: str) -> "Trace":
         """Return the trace.
 
@@ -102,7 +109,7 @@ class Trace:
         if self.calls is None:
             return self
         raise ConfigError(
-            f"{self.name}: is a trace of sessions, which apt-jax simulate runs; give another one ({flag})"
+            f"{self.name}: is a trace of sessions, which apt-jax simulate and bench run; give another one ({flag})"
         )
 
     def scale_tokens(self, factor: float) -> "Trace":

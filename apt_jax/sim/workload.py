@@ -14,7 +14,7 @@ from apt_jax.costs.hardware import Hardware
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.sessions import BLOCK_TOKENS, Calls, SessionPrompts, check_shared
+from apt_jax.sim.sessions import BLOCK_TOKENS, Calls, SessionPrompts
 from apt_jax.sim.trace import Trace, draw_arrivals, known_traces, prompts_of, scale_arrivals
 
 
@@ -86,9 +86,7 @@ def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -
     Raises:
         ConfigError: a request of a trace file can never fit and `drop_too_long` is false, or no request fits.
     """
-    if trace.calls is not None and trace.lines is not None:
-        block_tokens = config.hash_block_tokens or trace.block_tokens
-        check_shared(trace.calls, trace.prompt_tokens, trace.lines.tolist(), block_tokens, trace.name)
+    trace.check_shared(config.hash_block_tokens)
     trace = trace.scale_outputs(config.output_scale).scale_tokens(config.scale_tokens)
     limit = longest_request(hardware, config)
     total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens

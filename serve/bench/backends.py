@@ -49,6 +49,7 @@ class StreamEvent:
     finish_reason: str | None = None
     """Finish reason, in the last message only: "stop", "length", or another string after a failure."""
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     num_preemptions: int | None = None
     recomputed_tokens: int | None = None
     cache_kind: str | None = None
@@ -94,8 +95,8 @@ class Backend(Protocol):
 
 
 def random_token_ids(request: BenchRequest, vocab_size: int) -> list[int]:
-    """Return random token ids for a prompt. They differ for each request of a run, so no cached prefix is reused."""
+    """Return token ids for a prompt. They differ for each request of a run, but for what calls of sessions share, so no
+    other cached prefix is reused."""
     # Special tokens lie at either end of a vocabulary.
     low, high = vocab_size // 8, max(vocab_size - vocab_size // 8, 1)
-    rng = np.random.default_rng([request.seed, request.index, 0x1D5])
-    return rng.integers(low, high, request.prompt_tokens).tolist()
+    return (low + request.picks(request.prompt_tokens, high - low)).tolist()

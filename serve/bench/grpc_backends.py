@@ -14,7 +14,7 @@ from serve.bench.load import BenchRequest
 from serve.client import AsyncAptClient, channel_credentials, is_http_port, status_text
 from serve.errors import CommandError
 from serve.protos.words import cache_kind_name, finish_reason_name
-from serve.slo_headers import TIER_KEY, TIER_OF_CLASS
+from serve.slo_headers import SESSION_KEYS, TIER_KEY, TIER_OF_CLASS
 
 vllm: Any = vllm_engine_pb2  # generated without types that checkers can follow
 _OPEN_TIMEOUT_S = 10.0
@@ -71,6 +71,10 @@ def _prompt(request: BenchRequest, vocab_size: int) -> str | list[int]:
     return ids
 
 
+def _session(request: BenchRequest) -> dict[str, str]:
+    return {} if request.session is None else {SESSION_KEYS[0]: request.session}
+
+
 class AptBackend:
     """Backend for `aptjax.v1.AptServe`."""
 
@@ -88,6 +92,7 @@ class AptBackend:
             "temperature": self._target.temperature,
             "ignore_eos": self._target.ignore_eos,
             "slo_class": request.slo_class,
+            "metadata": _session(request),
             **self._target.slo_ms(),
         }
 
@@ -100,6 +105,7 @@ class AptBackend:
                     finish = message.finish
                     event.finish_reason = finish_reason_name(finish.reason)
                     event.prompt_tokens = finish.usage.prompt_tokens
+                    event.cached_tokens = finish.usage.cached_prompt_tokens
                     event.num_preemptions = finish.num_preemptions
                     event.recomputed_tokens = finish.recomputed_tokens
                     event.cache_kind = cache_kind_name(finish.cache_kind)
@@ -143,7 +149,7 @@ class VllmBackend:
             message.tokenized.input_ids.extend(prompt)
         of_class = request.slo_class
         tier = () if of_class is None else ((TIER_KEY, TIER_OF_CLASS[of_class]),)
-        return message, (*self._metadata, *tier)
+        return message, (*self._metadata, *tier, *_session(request).items())
 
     async def send(self, prepared: tuple[Any, Any]) -> AsyncGenerator[StreamEvent]:
         message, metadata = prepared
@@ -160,6 +166,7 @@ class VllmBackend:
                     num_tokens=max(0, complete.completion_tokens - seen),
                     finish_reason=complete.finish_reason,
                     prompt_tokens=complete.prompt_tokens,
+                    cached_tokens=complete.cached_tokens,
                 )
         except grpc.aio.AioRpcError as error:
             raise _failed(error) from None

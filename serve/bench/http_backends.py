@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from apt_jax.errors import ConfigError, one_line
 from serve.bench.backends import RequestFailed, StreamEvent, Target, random_token_ids
@@ -107,11 +106,11 @@ class HttpBackend:
         if prompt is None and not self._chat and self._target.vocab_size is not None:
             return random_token_ids(request, self._target.vocab_size)
         if prompt is None:
-            rng = np.random.default_rng([request.seed, request.index, 0x1D5])
             if self._tokens and not self._chat:
-                return rng.choice(self._tokens, request.prompt_tokens).tolist()
+                return [self._tokens[i] for i in request.picks(request.prompt_tokens, len(self._tokens))]
             wanted = (request.prompt_tokens - self._extra_tokens) / self._tokens_per_word
-            prompt = " ".join(rng.choice(_WORDS, max(1, round(wanted))).tolist())
+            picks = request.picks(max(1, round(wanted)), len(_WORDS), self._tokens_per_word)
+            prompt = " ".join(_WORDS[i] for i in picks)
         is_messages = not isinstance(prompt, str) and isinstance(prompt[0], dict)
         if is_messages and not self._chat:
             raise ConfigError("messages need --backend openai-chat (--prompts)")
@@ -134,6 +133,8 @@ class HttpBackend:
             body["ignore_eos"] = True
         if request.slo_class is not None:
             body["service_tier"] = TIER_OF_CLASS[request.slo_class]
+        if request.session is not None:
+            body["prompt_cache_key"] = request.session
         return json.dumps(body).encode()
 
     async def send(self, prepared: bytes) -> AsyncGenerator[StreamEvent]:
@@ -221,6 +222,7 @@ def _stream_event(data: bytes, seen: int) -> StreamEvent:
     if usage:
         event.num_tokens = max(0, (usage.get("completion_tokens") or 0) - seen)
         event.prompt_tokens = usage.get("prompt_tokens")
+        event.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     elif text:
         event.num_tokens = 1
     return event

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
 from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.sessions import Calls, scramble
 from apt_jax.sim.trace import Trace, load_trace
+from apt_jax.sim.workload import Arrivals as SessionArrivals
 from apt_jax.sim.workload import sample_workload
 from apt_jax.utils.text_files import read_text
 from apt_jax.validation import REQUEST_FIELDS
@@ -39,6 +41,26 @@ class BenchRequest:
     """SLO class, rt or be; None: the server's default."""
     seed: int = 0
     """Seed of the run; together with the index it determines the random prompt."""
+    session: str | None = None
+    """Name of the session that the request belongs to; None: it belongs to none."""
+    numbers: NDArray[np.int32] | None = dataclasses.field(default=None, compare=False)
+    """(prompt_tokens,) numbers that a prompt is made from, equal where prompts share a prefix; None: random ones."""
+
+    def picks(self, num: int, below: int, every: float = 1.0) -> NDArray[np.integer]:
+        """Return the (num,) places in a vocabulary of the prompt's tokens, or of its words.
+
+        Args:
+            num: number of tokens or words.
+            below: size of the vocabulary.
+            every: number of tokens per place.
+        """
+        if self.numbers is None:
+            return np.random.default_rng([self.seed, self.index, 0x1D5]).integers(0, below, num)
+        at = np.minimum((np.arange(num) * every).astype(np.intp), self.numbers.size - 1)
+        own = scramble(
+            self.numbers[at].astype(np.uint64) | np.uint64(self.seed % 2**32 << 32)
+        )  # other seeds share nothing
+        return (own % np.uint64(below)).astype(np.intp)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +71,11 @@ class Source:
     prompts: tuple[Prompt, ...] | None = None
     slo_class: str | None = None
     """Class of requests without a class in the trace; None: the server's default."""
+
+    @property
+    def alone(self) -> "Source":
+        """The same lengths, as requests that do not wait for each other."""
+        return dataclasses.replace(self, trace=dataclasses.replace(self.trace, calls=None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,16 +104,26 @@ class Arrivals:
         return None if self.burstiness is None else self.burstiness**-0.5
 
 
-def trace_source(name: str, *, output_scale: float = 1.0, max_len: int | None = None) -> Source:
-    """Load a trace by name or file (`apt_jax.sim.trace`), without requests of more than `max_len` tokens in total.
+def trace_source(
+    name: str,
+    *,
+    output_scale: float = 1.0,
+    scale_tokens: float = 1.0,
+    hash_block_tokens: int | None = None,
+    max_len: int | None = None,
+) -> Source:
+    """Load a trace by name or file (`apt_jax.sim.trace`), without requests of more than `max_len` tokens in total, and
+    without the calls of a session that follow such a one.
 
     Raises:
         ConfigError: the trace is unknown or malformed, or no request is left.
     """
-    trace = load_trace(name).without_sessions("--trace").scale_outputs(output_scale)
+    trace = load_trace(name)
+    trace.check_shared(hash_block_tokens)
+    trace = trace.scale_outputs(output_scale).scale_tokens(scale_tokens)
     if max_len is not None:
         total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
-        trace = trace.take(np.flatnonzero(total <= max_len))
+        trace = trace.without(total > max_len)
         if not trace.num_requests:
             raise ConfigError(f"{name}: no request has at most {max_len} tokens (--max-len)")
     return Source(trace=trace)
@@ -191,6 +228,41 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
         _request(source, drawn.prompt_tokens, drawn.output_tokens, drawn.best_effort, i, float(at_s[i]), seed)
         for i in range(kept)
     ]  # fmt: skip
+
+
+class SessionLoad:
+    """Calls of sessions, each known once the answer that it waits for has come; the same as a simulation's.
+
+    Args:
+        source: a trace of sessions.
+        config: which sessions begin when, and the seed.
+        name: beginning of the names of all sessions.
+
+    Raises:
+        ConfigError: the configuration says neither how many sessions begin per second nor how many there are at once.
+    """
+
+    def __init__(self, source: Source, config: SimulationConfig, name: str) -> None:
+        drawn = sample_workload(source.trace, config)
+        assert drawn.calls is not None
+        self.calls: Calls = drawn.calls
+        self._arrivals = SessionArrivals(drawn, config)
+        self._source, self._drawn, self._seed, self._name = source, drawn, config.seed, name
+
+    def known(self) -> Iterator[BenchRequest]:
+        """Yield the calls whose times are known and that have not been yielded before, by time."""
+        while math.isfinite(self._arrivals.next_s):
+            call, drawn = self._arrivals.take(), self._drawn
+            i = int(call.request_id)
+            request = _request(
+                self._source, drawn.prompt_tokens, drawn.output_tokens, drawn.best_effort, i, call.arrival_s, self._seed
+            )
+            session = f"{self._name}-{call.session_id}"
+            yield dataclasses.replace(request, session=session, numbers=call.prompt_token_ids)
+
+    def ended(self, index: int, at_s: float) -> None:
+        """Record that a call has ended, `at_s` seconds after the start."""
+        self._arrivals.ended(index, at_s)
 
 
 def endless(source: Source, seed: int) -> Iterator[BenchRequest]:

@@ -16,13 +16,14 @@ import numpy as np
 
 from apt_jax.config import SLO
 from apt_jax.metrics import Percentiles, RequestRecord, gaps_s, percentile, summarize
+from apt_jax.sim.sessions import Calls, summarize_sessions
 from apt_jax.version import __version__
 from serve.bench.runner import ClientHealth, Outcome, Run
 from serve.bench.search import Probe
 from serve.errors import CommandError
 
 COLUMNS: tuple[str, ...] = (
-    "index", "class", "due_s", "sent_s", "status", "finish_reason", "prompt_tokens", "output_tokens", "ttft_ms",
+    "index", "session", "class", "due_s", "sent_s", "status", "finish_reason", "prompt_tokens", "cached_tokens", "output_tokens", "ttft_ms",
     "p99_tbt_ms", "p99_tbt_drop_first_ms", "e2e_ms", "ttft_attained", "tbt_attained", "e2e_attained", "slo_attained",
     "preemptions", "cache_kind", "gaps_ms", "error",
 )  # fmt: skip
@@ -34,8 +35,11 @@ _LATE_S, _LAG_S = 0.010, 0.010
 _SPOILS = 0.1
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summary(run: Run, calls: Calls | None = None) -> dict[str, Any]:
     """Return the metrics of a run as plain values; docs/metrics.md defines them.
+
+    Args:
+        calls: the sessions that the run's requests are calls of; None: they are of no sessions.
 
     Raises:
         CommandError: no request has finished.
@@ -51,6 +55,7 @@ def summary(run: Run) -> dict[str, Any]:
     span_s = totals.duration_s
     prompt_tokens = sum(o.prompt_tokens or o.request.prompt_tokens for o in outcomes if o.status == "ok")
     output_tokens = sum(len(r.token_times_s) for r in records)
+    cached = [o.cached_tokens for o in outcomes if o.cached_tokens is not None]
     preempted = [o.num_preemptions for o in outcomes if o.num_preemptions is not None]
     recomputed = [o.recomputed_tokens for o in outcomes if o.recomputed_tokens is not None]
     values = {
@@ -60,6 +65,7 @@ def summary(run: Run) -> dict[str, Any]:
         "interrupted": run.interrupted,
         "gap_s": _percentiles(gaps),
         "prompt_tokens": prompt_tokens,
+        "cached_tokens": sum(cached) if cached else None,
         "output_tokens": output_tokens,
         "requests_per_s": len(done) / span_s if span_s > 0 else 0.0,
         "total_tokens_per_s": (prompt_tokens + output_tokens) / span_s if span_s > 0 else 0.0,
@@ -70,6 +76,11 @@ def summary(run: Run) -> dict[str, Any]:
         "client": client_facts(run.client),
         "by_class": _by_class(outcomes),
     }
+    if calls is not None:
+        never = RequestRecord(arrival_s=0.0, ok=False)
+        of_call = {o.request.index: o.record for o in outcomes}
+        of_calls = [of_call.get(i, never) for i in range(calls.session.size)]
+        values["sessions"] = dataclasses.asdict(summarize_sessions(calls, of_calls, None))
     values["warning"] = warning(run.client, values)
     return values
 
@@ -170,6 +181,9 @@ def rows(values: dict[str, Any], slo: SLO) -> list[tuple[str, str]]:
             (f"{name}: P99 TBT p50 / p90 / p99 (ms)", span("tbt_s", one)),
             *([(f"{name}: SLO attainment (%)", f"{100 * one['slo_attainment']:.1f}")] if has_slo else []),
         ]  # fmt: skip
+    if values["cached_tokens"] is not None and values["prompt_tokens"]:
+        share = values["cached_tokens"] / values["prompt_tokens"]
+        found.append(("prompt tokens found cached (%)", f"{100 * share:.1f}"))
     if values["preemptions"] is not None:
         found.append(
             ("preemptions, recomputed tokens", f"{values['preemptions']}, {values['recomputed_tokens']}")
@@ -209,12 +223,14 @@ def csv_row(outcome: Outcome, start_s: float) -> dict[str, Any]:
 
     return {
         "index": outcome.request.index,
+        "session": or_empty(outcome.request.session),
         "class": or_empty(outcome.request.slo_class),
         "due_s": "" if outcome.due_s is None else round(outcome.due_s - start_s, 6),
         "sent_s": round(outcome.sent_s - start_s, 6),
         "status": outcome.status,
         "finish_reason": or_empty(outcome.finish_reason),
         "prompt_tokens": or_empty(outcome.prompt_tokens),
+        "cached_tokens": or_empty(outcome.cached_tokens),
         "output_tokens": len(record.token_times_s),
         "ttft_ms": ms(record.ttft_s),
         "p99_tbt_ms": ms(record.tbt_s),

@@ -1,7 +1,7 @@
 """Sends requests on time, records when each token arrives, and checks whether the client keeps up.
 
 Open loop: every request is sent when it is due, even if earlier requests are unanswered. Closed loop: a fixed
-number of requests is always in flight. Everything runs in one event loop of one thread, so a client that cannot keep up
+number of requests is always in flight. Sessions: a call is sent its think time after an answer. Everything runs in one event loop of one thread, so a client that cannot keep up
 shows in three places: requests are sent late, timers fire late, and the thread's share of a CPU nears one.
 """
 
@@ -16,7 +16,7 @@ from apt_jax.config import SLO
 from apt_jax.errors import one_line
 from apt_jax.metrics import RequestRecord
 from serve.bench.backends import Backend, RequestFailed
-from serve.bench.load import BenchRequest
+from serve.bench.load import BenchRequest, SessionLoad
 
 _PROBE_S = 0.01
 _LEAD_S = 0.05
@@ -41,6 +41,8 @@ class Outcome:
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     """Prompt length as counted by the server."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the server found cached; None: it does not tell."""
     num_preemptions: int | None = None
     recomputed_tokens: int | None = None
     cache_kind: str | None = None
@@ -169,6 +171,29 @@ class Runner:
 
         return await self._run(load(), start_s, stop)
 
+    async def session_loop(self, sessions: SessionLoad, stop: asyncio.Event) -> Run:
+        """Send every call of the sessions when it is due, which most are only once others have been answered."""
+        start_s = time.perf_counter() + _LEAD_S
+
+        async def load() -> None:
+            async with asyncio.TaskGroup() as group:
+
+                async def call(request: BenchRequest) -> None:
+                    prepared, due_s = self._backend.prepare(request), start_s + request.at_s
+                    if (wait_s := due_s - time.perf_counter()) > 0:
+                        await asyncio.sleep(wait_s)
+                    await self._one(request, prepared, due_s)
+                    sessions.ended(request.index, time.perf_counter() - start_s)
+                    begin()
+
+                def begin() -> None:
+                    for request in sessions.known():
+                        group.create_task(call(request))
+
+                begin()
+
+        return await self._run(load(), start_s, stop)
+
     async def _run(self, load: Any, start_s: float, stop: asyncio.Event) -> Run:
         lags: list[float] = []
         probe = asyncio.create_task(_probe(lags))
@@ -228,6 +253,7 @@ class Runner:
                     outcome.finish_reason = event.finish_reason or outcome.finish_reason
                     for name in (
                         "prompt_tokens",
+                        "cached_tokens",
                         "num_preemptions",
                         "recomputed_tokens",
                         "cache_kind",

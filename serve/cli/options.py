@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,18 @@ def read_api_key(path: str | None) -> str | None:
     if not lines:
         raise ConfigError(f"{path}: contains no key (--api-key-file)")
     return lines[0]
+
+
+def factor(text: str) -> float:
+    """Parse a positive number or fraction such as 1/64; an argparse type."""
+    above, slash, below = text.partition("/")
+    try:
+        value = float(above) / float(below) if slash else float(above)
+    except (ValueError, ZeroDivisionError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a positive number, or a fraction such as 1/64")
+    return value
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

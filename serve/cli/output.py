@@ -36,6 +36,27 @@ def objectives(slo: SLO) -> str:
     return ", ".join(f"{name} {time_s:g} s" for name, time_s in times_s.items() if math.isfinite(time_s))
 
 
+def session_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of a table for a `SessionSummary` as plain values."""
+
+    def span(name: str) -> str:
+        p = values[name]
+        return " / ".join("-" if p[q] is None else f"{p[q]:.3f}" for q in ("p50", "p90", "p99"))
+
+    mean_s, slowdown = values["completion_mean_s"], values["slowdown_mean"]
+    means = "-" if mean_s is None else f"{mean_s:.1f} s"
+    return [
+        (
+            "sessions completed, calls",
+            f"{values['num_completed']} of {values['num_sessions']}, {values['num_calls']:,}",
+        ),
+        ("session completion time, mean", means if slowdown is None else f"{means}, {slowdown:.2f} times alone"),
+        ("session completion time p50 / p90 / p99 (s)", span("completion_s")),
+        ("first calls: TTFT p50 / p90 / p99 (s)", span("ttft_first_s")),
+        ("later calls: TTFT p50 / p90 / p99 (s)", span("ttft_later_s")),
+    ]
+
+
 _json_out: list[TextIO] = []
 """For each nested `tables_on_stderr`, the stream that stdout was before it. JSON is written to the last of them, or to
 stdout if the list is empty."""

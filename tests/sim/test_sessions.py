@@ -21,7 +21,6 @@ from apt_jax.sim.simulator import SimulationResult, simulate
 from apt_jax.sim.sweep import run_key
 from apt_jax.sim.trace import Trace, load_trace
 from apt_jax.sim.workload import Arrivals, drop_oversized, sample_workload
-from serve.bench.load import trace_source
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data" / "traces" / "agent_sessions.csv.gz"
 TWO = """\
@@ -504,11 +503,12 @@ def test_every_session_of_a_generated_trace_can_be_drawn(name):
         assert num == arrivals.num_requests
 
 
-def test_other_commands_refuse_sessions(path):
-    with pytest.raises(ConfigError, match=r"is a trace of sessions, which apt-jax simulate runs.*\(--trace\)"):
-        trace_source(str(path))
-    with pytest.raises(ConfigError, match="is a trace of sessions"):
-        trace_source("agents")
+def test_commands_without_sessions_refuse_them(path):
+    for trace in (path, "agents"):
+        with pytest.raises(
+            ConfigError, match=r"is a trace of sessions, which apt-jax simulate and bench run.*\(--requests\)"
+        ):
+            load_trace(trace).without_sessions("--requests")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tqdm import tqdm
 from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import percentile
-from apt_jax.sim.catalog import OF_SESSIONS
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.sessions import Calls
 from apt_jax.sim.trace import known_traces
 from serve.bench import load, report
 from serve.bench.backends import Backend, Target
@@ -27,13 +29,14 @@ from serve.bench.registry import BACKENDS, open_backend
 from serve.bench.runner import Outcome, Run, Runner
 from serve.bench.search import Found, Probe, find_rates
 from serve.cli import flags, options
-from serve.cli.output import objectives, print_table, write_json
+from serve.cli.output import objectives, print_table, session_rows, write_json
 from serve.client import address
 from serve.errors import CommandError, require_matplotlib
 from serve.signals import on_interrupt
 
 _DEFAULT_REQUESTS = 200
 _WARM_UP_INDEX = 2**31
+_OF_SESSIONS = ("num_sessions", "concurrent_sessions", "max_think_s")
 _USAGE_ERRORS = ("400", "404", "INVALID_ARGUMENT", "NOT_FOUND")
 
 
@@ -58,11 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_access_arguments(group)
     group.add_argument("--timeout", type=positive(float), default=600.0, metavar="S", help="seconds after which a request counts as failed")
     group = parser.add_argument_group("workload (one of trace, random lengths, prompts)")
-    group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(name for name in known_traces() if name not in OF_SESSIONS)} (default: sharegpt, unless lengths or prompts are given)")
+    group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())} (default: sharegpt, unless lengths or prompts are given)")
     group.add_argument("--random-input-len", type=positive(int), metavar="TOKENS", help="length of every prompt")
     group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS", help="length of every output; with --prompts, for lines without output_tokens (default: 128)")
     group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens and class")
     group.add_argument("--output-scale", type=positive(float), metavar="FACTOR", default=1.0, help="factor by which output lengths of the trace are multiplied")
+    flags.add_options(group, SimulationConfig, ("scale_tokens", "hash_block_tokens"), scale_tokens={"type": options.factor})
     group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out trace requests with more tokens than this, prompt plus output (default for bundled traces: the server's maximum)")
     group.add_argument("--vocab-size", type=positive(int), metavar="N", help="random prompts have token ids below this number (default with gRPC: the server's vocabulary size)")
     flags.add_request_field(group, "ignore_eos", action=argparse.BooleanOptionalAction, end=" (default: yes, except with --prompts)")
@@ -77,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--duration", type=positive(float), metavar="S", help="seconds after which no more requests are sent")
     group.add_argument("--seed", type=int, metavar="SEED", default=0, help="random seed of requests, prompts and arrivals")
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="number of warm-up requests before the run, sent one at a time and not counted")
+    group = parser.add_argument_group("sessions (traces of sessions; docs/lab/sessions.md)")
+    flags.add_options(group, SimulationConfig, _OF_SESSIONS)
     group = parser.add_argument_group("SLO (sent with each request, measured by the client)")
     for name in ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms"):
         flags.add_request_field(group, name, type=positive(float), metavar="MS")
@@ -110,6 +116,11 @@ def _check(args: argparse.Namespace) -> None:
     ]
     if len(sources) > 1:
         raise ConfigError(f"{' and '.join(sources)} cannot be combined: give only one of them")
+    given = [name for name in (*_OF_SESSIONS, "hash_block_tokens") if getattr(args, name) is not None]
+    given += ["scale_tokens"] if args.scale_tokens != 1 else []
+    if given and args.trace is None:
+        flag = given[0].replace("_", "-")
+        raise ConfigError(f"--{flag} is of traces; name one (--trace)")
     if args.trace is not None and args.random_output_len is not None:
         raise ConfigError("--random-output-len cannot be used with --trace; use --output-scale")
     if args.find_rate:
@@ -181,12 +192,42 @@ def _source(args: argparse.Namespace, max_model_len: int | None) -> load.Source:
     else:
         trace = args.trace or "sharegpt"
         max_len = args.max_len or (max_model_len if trace in known_traces() else None)
-        source = load.trace_source(trace, output_scale=args.output_scale, max_len=max_len)
+        source = load.trace_source(
+            trace,
+            output_scale=args.output_scale,
+            scale_tokens=args.scale_tokens,
+            hash_block_tokens=args.hash_block_tokens,
+            max_len=max_len,
+        )
     return dataclasses.replace(source, slo_class=args.slo_class)
+
+
+def _sessions(args: argparse.Namespace, source: load.Source, rate: float | None, seed: int) -> load.SessionLoad:
+    for flag in ("max_concurrency", "num_requests", "duration", "find_rate"):
+        if getattr(args, flag):
+            name = flag.replace("_", "-")
+            raise ConfigError(
+                f"{args.trace} is a trace of sessions; leave out --{name} (--num-sessions, --concurrent-sessions)"
+            )
+    burstiness = load.Arrivals(burstiness=_burstiness(args))
+    config = SimulationConfig(
+        trace=source.trace.name,
+        rate=rate,
+        cv=burstiness.cv,
+        seed=seed,
+        scale_tokens=args.scale_tokens,
+        hash_block_tokens=args.hash_block_tokens,
+        **{name: getattr(args, name) for name in _OF_SESSIONS},
+    )
+    return load.SessionLoad(source, config, f"bench-{uuid.uuid4().hex[:12]}")
 
 
 def _arrivals(args: argparse.Namespace, source: load.Source, rate: float | None) -> load.Arrivals:
     burstiness = _burstiness(args)
+    for name in _OF_SESSIONS:
+        if getattr(args, name) is not None:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"{source.trace.name} is no trace of sessions; leave out --{flag}")
     count = args.num_requests
     if count is None and args.duration is None:
         count = _DEFAULT_REQUESTS
@@ -236,23 +277,33 @@ class _Live:
 
 async def _measure(
     args: argparse.Namespace, *, rate: float | None, seed: int, title: str, warm_ups: int
-) -> tuple[Run, dict[str, Any]]:
-    """Measure one run. Returns the run, and facts about the server and the load."""
+) -> tuple[Run, dict[str, Any], Calls | None]:
+    """Measure one run. Returns the run, facts about the server and the load, and the sessions of the calls."""
     name, target = _backend(args)
     backend = await open_backend(name, target)
     stop = asyncio.Event()
     try:
         source = _source(args, backend.max_model_len)
-        arrivals = _arrivals(args, source, rate)
-        await _warm_up(args, backend, source, seed, warm_ups)
-        closed = arrivals.rate == math.inf and args.max_concurrency is not None
-        if closed:
-            coming = load.endless(source, seed)
-            if arrivals.num_requests is not None:
-                coming = (r for r, _ in zip(coming, range(arrivals.num_requests), strict=False))
+        coming: load.SessionLoad | list[load.BenchRequest] | Iterator[load.BenchRequest]
+        arrivals, closed = load.Arrivals(rate=rate, burstiness=_burstiness(args)), False
+        if source.trace.calls is not None:
+            coming = _sessions(args, source, rate, seed)
         else:
-            coming = load.requests(source, arrivals, seed)
-        total = len(coming) if isinstance(coming, list) else arrivals.num_requests
+            arrivals = _arrivals(args, source, rate)
+            closed = arrivals.rate == math.inf and args.max_concurrency is not None
+            if not closed:
+                coming = load.requests(source, arrivals, seed)
+            else:
+                coming = load.endless(source, seed)
+                if arrivals.num_requests is not None:
+                    coming = (r for r, _ in zip(coming, range(arrivals.num_requests), strict=False))
+        await _warm_up(args, backend, source.alone, seed, warm_ups)
+        calls = coming.calls if isinstance(coming, load.SessionLoad) else None
+        total = arrivals.num_requests
+        if calls is not None:
+            total = calls.session.size
+        elif isinstance(coming, list):
+            total = len(coming)
         live = _Live(total, title)
         runner = Runner(
             backend,
@@ -263,7 +314,9 @@ async def _measure(
         )
         try:
             with on_interrupt(stop.set):
-                if isinstance(coming, list):
+                if isinstance(coming, load.SessionLoad):
+                    run = await runner.session_loop(coming, stop)
+                elif isinstance(coming, list):
                     run = await runner.open_loop(coming, stop)
                 else:
                     run = await runner.closed_loop(coming, stop, duration_s=arrivals.duration_s)
@@ -278,6 +331,7 @@ async def _measure(
                 "source": source.trace.name,
                 "rate": finite,
                 "arrivals": "closed loop" if closed else _pattern(arrivals, source),
+                **({} if calls is None else {name: getattr(args, name) for name in _OF_SESSIONS}),
                 "cv": arrivals.cv,
                 "max_concurrency": args.max_concurrency,
                 "duration_s": args.duration,
@@ -286,7 +340,7 @@ async def _measure(
             },
             "slo_ms": target.slo_ms(),
         }
-        return run, facts
+        return run, facts, calls
     finally:
         await backend.close()
 
@@ -328,15 +382,16 @@ def run(args: argparse.Namespace) -> int:
     args.api_key = options.read_api_key(args.api_key_file)
     if args.find_rate:
         return _search(args)
-    run, facts = asyncio.run(
+    run, facts, calls = asyncio.run(
         _measure(args, rate=args.request_rate, seed=args.seed, title="requests", warm_ups=args.num_warmups)
     )  # fmt: skip
     if not run.outcomes and run.interrupted:
         sys.stderr.write("apt-jax bench: interrupted before any request finished\n")
         return 130
-    values = {**_head(args), **facts, **report.summary(run)}
+    values = {**_head(args), **facts, **report.summary(run, calls)}
     title = _title(args, facts)
-    print_table(title, report.rows(values, _slo(args)))
+    of_sessions = session_rows(values["sessions"]) if calls is not None else []
+    print_table(title, [*report.rows(values, _slo(args)), *of_sessions])
     for outcome in run.outcomes:
         if outcome.status != "ok":
             sys.stderr.write(f"first failure: {outcome.status}: {outcome.error}\n")
@@ -371,10 +426,10 @@ def _search(args: argparse.Namespace) -> int:
         nonlocal facts
         title = f"{rate:.3g} requests/s, seed {seed}"
         warm_ups = 0 if probes else args.num_warmups
-        run, facts = asyncio.run(_measure(args, rate=rate, seed=seed, title=title, warm_ups=warm_ups))
+        run, facts, calls = asyncio.run(_measure(args, rate=rate, seed=seed, title=title, warm_ups=warm_ups))
         if run.interrupted:
             raise KeyboardInterrupt
-        values = report.summary(run)
+        values = report.summary(run, calls)
         if not values["num_completed"]:
             status = ", ".join(values["statuses"])
             raise CommandError(f"{args.target}: no request completed at {rate:g} requests/s: {status}")

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, 
 from apt_jax.sim.trace import known_traces, load_trace
 from apt_jax.sim.workload import NUM_SESSIONS
 from serve.cli import flags, options
-from serve.cli.output import objectives, print_table, say_on_stderr, write_json
+from serve.cli.output import objectives, print_table, say_on_stderr, session_rows, write_json
 from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace left out because they can never fit"
@@ -53,18 +53,6 @@ def _list_of(kind: Any) -> Any:
     return convert
 
 
-def _factor(text: str) -> float:
-    """Parse a positive number or fraction such as 1/64; an argparse type."""
-    above, slash, below = text.partition("/")
-    try:
-        value = float(above) / float(below) if slash else float(above)
-    except (ValueError, ZeroDivisionError):
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a positive number, or a fraction such as 1/64")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive = options.positive
 
@@ -79,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "max_think_s", "seed", "output_scale", "scale_tokens", "max_tokens",
         "enable_prefix_caching", "hash_block_tokens", "drop_too_long", "replicas", "routing_policy", "tenants",
         model={"help": f"model; known: {known}"},
-        scale_tokens={"type": _factor},
+        scale_tokens={"type": options.factor},
         trace={"help": f"CSV file with {columns} (of sessions: {of_sessions} too), or one of {', '.join(known_traces())}"},
         drop_too_long={"action": "store_true"},
         routing_policy={"choices": tuple(ROUTING_POLICIES)})  # fmt: skip
@@ -287,26 +275,11 @@ def _report_one(config: SimulationConfig, values: dict[str, Any]) -> None:
             *[(f"tenant {i}: requests, attainment (%), tokens", f"{t['num_sent']}, {100 * t['slo_attainment']:.1f}, {t['output_tokens']}") for i, t in enumerate(values["tenants"])],
             *[(f"{name}: requests, attainment (%), tokens/s", f"{one['num_sent']}, {100 * one['slo_attainment']:.1f}, {one['tokens_per_s']:.1f}") for name, one in values["by_class"].items()],
             *[(f"{name}: TTFT p50 / p90 / p99 (s)", span("ttft_s", one)) for name, one in values["by_class"].items()],
-            *(_of_sessions(values["sessions"], span) if "sessions" in values else []),
+            *(session_rows(values["sessions"]) if "sessions" in values else []),
             ("scheduling call p50, p99 (ms)", "{p50:.3f}, {p99:.3f}".format(**values["schedule_ms"])),
             ("simulated time, run time (s)", f"{values['duration_s']:.1f}, {values['sim_wall_s']:.1f}"),
         ],
     )  # fmt: skip
-
-
-def _of_sessions(values: dict[str, Any], span: Callable[..., str]) -> list[tuple[str, str]]:
-    mean_s, slowdown = values["completion_mean_s"], values["slowdown_mean"]
-    means = "-" if mean_s is None else f"{mean_s:.1f} s, {slowdown:.2f} times alone"
-    return [
-        (
-            "sessions completed, calls",
-            f"{values['num_completed']} of {values['num_sessions']}, {values['num_calls']:,}",
-        ),
-        ("session completion time, mean", means),
-        ("session completion time p50 / p90 / p99 (s)", span("completion_s", values)),
-        ("first calls: TTFT p50 / p90 / p99 (s)", span("ttft_first_s", values)),
-        ("later calls: TTFT p50 / p90 / p99 (s)", span("ttft_later_s", values)),
-    ]
 
 
 def _report_rates(

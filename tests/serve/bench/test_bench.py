@@ -28,6 +28,8 @@ from hypothesis import strategies as st
 from apt_jax import LLM
 from apt_jax.config import SLO
 from apt_jax.errors import ConfigError
+from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.workload import sample_workload
 from serve import cli
 from serve.bench import load, report
 from serve.bench.backends import Target, random_token_ids
@@ -540,6 +542,137 @@ def test_find_rate_finds_the_capacity_of_a_server(tmp_path):
     assert png_file.stat().st_size > 1000
 
 
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+CALLS = """session,request,subagent,parent,shared_blocks,think_s,prompt_tokens,output_tokens
+a,0,,-1,0,0,40,2
+a,1,,0,2,0.2,44,3
+a,2,x,1,2,0.1,35,2
+a,3,,1,2,0.3,50,2
+b,0,,-1,0,0,30,2
+b,1,,0,1,0.15,30,2
+"""
+
+
+def session_flags(path: Path, *others: object) -> list[object]:
+    path.write_text(CALLS)
+    return ["--trace", path, "--hash-block-tokens", 16, "--num-sessions", 2, "--request-rate", 20, *others]
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["token ids", "words"])
+def test_calls_of_sessions_follow_answers_and_share_prefixes(tmp_path, ids):
+    toy = ToyOpenAI(lambda _: [0.03, 0.02])
+    vocab = ["--vocab-size", 1000] if ids else []
+    with in_thread(toy.running):
+        values, rows = saved(
+            tmp_path, "--target", toy.url, "--num-warmups", 0, *session_flags(tmp_path / "t.csv", *vocab)
+        )
+    assert values["statuses"] == {"ok": 6}
+    assert values["load"]["num_sessions"] == 2
+    calls = load.trace_source(str(tmp_path / "t.csv"), hash_block_tokens=16).trace.calls
+    assert calls is not None
+    by_length: dict[int, list[int]] = {}
+    prompts = [body["prompt"] if ids else body["prompt"].split() for body in toy.bodies]
+    for i, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(i)
+    first, second, sub, last = (by_length[n][0] for n in (40, 44, 35, 50))
+    b = by_length[30]
+    keys = [body["prompt_cache_key"] for body in toy.bodies]
+    assert keys[first] == keys[second] == keys[last]
+    assert keys[b[0]] == keys[b[1]]
+    assert len(set(keys)) == 3  # the subagent is a session of its own
+
+    def common(i: int, j: int) -> int:
+        return sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompts[i], prompts[j], strict=False))
+        )
+
+    chance = 0 if ids else 3  # the same word may follow
+    for i, j, shared in (
+        (first, second, 32),
+        (second, sub, 32),
+        (second, last, 32),
+        (b[0], b[1], 16),
+        (first, b[0], 0),
+    ):
+        assert shared <= common(i, j) <= shared + chance
+    for before, after, think_s in ((first, second, 0.2), (second, sub, 0.1), (second, last, 0.3), (b[0], b[1], 0.15)):
+        gap_s = toy.came_s[after] - toy.written_s[before][-1]
+        assert gap_s >= think_s - 1e-3  # timers fire late, not early
+    found = values["sessions"]
+    assert (found["num_sessions"], found["num_calls"], found["num_completed"]) == (2, 6, 2)
+    took_s: dict[str, float] = {}
+    for row in rows:
+        name = row["session"].rpartition(".")[0]
+        took_s[name] = took_s.get(name, 0.0) + float(row["e2e_ms"]) / 1e3
+    assert found["completion_mean_s"] == pytest.approx(sum(took_s.values()) / 2, abs=1e-4)
+    assert found["slowdown_mean"] is None
+
+
+def test_a_call_of_a_session_goes_on_after_one_that_has_failed(tmp_path):
+    toy = ToyOpenAI(lambda number: 503 if number == 0 else [0.01, 0.01])
+    json_file = tmp_path / "run.json"
+    with in_thread(toy.running):
+        code, out, _ = bench(
+            "--target", toy.url, "--num-warmups", 0, "--json", json_file, *session_flags(tmp_path / "t.csv")
+        )
+    values = json.loads(json_file.read_text())
+    assert code == 0
+    assert (values["num_sent"], values["num_completed"]) == (6, 5)
+    assert values["sessions"]["num_completed"] == 1
+    assert "sessions completed, calls" in out
+
+
+def test_sessions_are_those_of_the_simulator(tmp_path):
+    config = SimulationConfig(trace="agents", num_sessions=6, rate=0.1, max_think_s=5.0, scale_tokens=1 / 64, seed=3)
+    source = load.trace_source("agents", scale_tokens=1 / 64)
+    drawn, arrivals = sample_workload(source.trace, config), load.SessionLoad(source, config, "x")
+    due = {request.index: request for request in arrivals.known()}
+    assert len(due) == 6
+    seen = 0
+    while due:
+        index, request = due.popitem()
+        seen += 1
+        assert drawn.prompts is not None
+        assert request.numbers is not None
+        assert request.numbers.tolist() == drawn.prompts[index].tolist()
+        assert (request.prompt_tokens, request.max_tokens) == (drawn.prompt_tokens[index], drawn.output_tokens[index])
+        arrivals.ended(index, request.at_s + 1.0)
+        for later in arrivals.known():
+            assert arrivals.calls.follows[later.index] == index
+            assert later.at_s == pytest.approx(request.at_s + 1.0 + arrivals.calls.think_s[later.index])
+            due[later.index] = later
+    assert seen == drawn.prompt_tokens.size
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--request-rate", 1, "--num-requests", 3], "leave out --num-requests"),
+        (["--request-rate", 1, "--max-concurrency", 3], "leave out --max-concurrency"),
+        (["--request-rate", 1, "--duration", 3], "leave out --duration"),
+        ([], "the number of sessions per second (--rate) or at once (--concurrent-sessions)"),
+        (["--request-rate", 1, "--concurrent-sessions", 2], "leave out the rate"),
+    ],
+)
+def test_what_sessions_cannot_have_is_told(tmp_path, flags, says):
+    (tmp_path / "t.csv").write_text(CALLS)
+    toy = ToyOpenAI(lambda _: [0.01])
+    with in_thread(toy.running):
+        code, _, err = bench("--target", toy.url, "--trace", tmp_path / "t.csv", "--hash-block-tokens", 16, *flags)
+    assert (code, len(err.splitlines())) == (2, 1), err
+    assert says in err
+    assert not toy.bodies
+
+
+def test_flags_of_sessions_need_sessions():
+    toy = ToyOpenAI(lambda _: [0.01])
+    with in_thread(toy.running):
+        code, _, err = bench("--target", toy.url, "--trace", "humaneval", "--max-len", 9999, "--num-sessions", 3)
+    assert code == 2
+    assert "humaneval is no trace of sessions; leave out --num-sessions" in err
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -678,6 +811,19 @@ def test_every_backend_measures_a_real_model(real, tmp_path, backend):
     assert (values["preemptions"] is not None) is (backend == "aptjax-grpc")
     # The server has heard of the objectives, for the request before the counted ones too.
     assert slo_counts(real.server.port) - before == 7
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_of_sessions_find_what_the_server_has_cached(real, tmp_path, backend):
+    port = real.grpc_server.port if backend.endswith("grpc") else real.server.port
+    seed = BACKENDS.index(backend)
+    values, rows = saved(
+        tmp_path, "--backend", backend, "--target", f"127.0.0.1:{port}", "--seed", seed, *session_flags(tmp_path / "t.csv")
+    )  # fmt: skip
+    assert values["statuses"] == {"ok": 6}
+    assert values["cached_tokens"] == sum(int(row["cached_tokens"]) for row in rows) > 0
+    if backend != "openai-chat":  # words are not of a length that is known
+        assert values["cached_tokens"] == 3 * 32 + 16
 
 
 def test_bundled_traces_without_what_the_server_has_no_room_for(real, tmp_path):
