@@ -15,6 +15,7 @@ PRINTS = {
     "policies": "apt-plus, hybrid by absorption",
     "training": "of the engine and of the module are the same: True",
     "two_classes": "longest wait for a token",
+    "agents": "turn 3: ",
 }
 """Something that each notebook prints near its end."""
 
@@ -47,6 +48,11 @@ SMALLER = {
     "two_classes": {
         "NUM_BATCH, NUM_CHATS, RATE = 120, 120, 3.0": "NUM_BATCH, NUM_CHATS, RATE = 12, 6, 3.0",
         "mixed(1, 360, 14.0, batch_s=10.0)": "mixed(1, 4, 14.0, batch_s=2.5)",
+    },
+    "agents": {
+        "num_sessions=10": "num_sessions=3",
+        "concurrent_sessions=8": "concurrent_sessions=3",
+        'LLM("tiny-opt", retention': "LLM({model!r}, warm_up=False, max_num_seqs=2, retention",
     },
     "training": {
         'MODEL = "tiny-opt"': "MODEL = {model!r}",
