@@ -7,6 +7,7 @@
     python -m benchmarks.server batch       1,000 requests of a batch beside interactive traffic: latency of the one, throughput of both
     python -m benchmarks.server overhead    overhead of each API over the bare engine, 64 streams
     python -m benchmarks.server hostile     bodies that are made to take long, beside another key's stream
+    python -m benchmarks.server sessions    agents' sessions under each retention policy: completion time and TTFT by turn, and as predicted
     python -m benchmarks.server start       time to the first answer, from clean and from warm caches
 
 Each starts the server itself, prints a summary, and writes JSON (`--json FILE`). Exit code 1: a guarantee was violated.
@@ -17,7 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.server import batch, chaos, hostile_bodies, overhead, overload, soak, starts
+from benchmarks.server import batch, chaos, hostile_bodies, overhead, overload, sessions, soak, starts
 from benchmarks.server import shutdown as stop
 
 _RUNS = {
@@ -28,6 +29,7 @@ _RUNS = {
     "batch": batch,
     "overhead": overhead,
     "hostile": hostile_bodies,
+    "sessions": sessions,
     "start": starts,
 }
 

@@ -131,7 +131,7 @@ def measure(address: str, rate: float, seed: int, args: argparse.Namespace) -> d
             "--slo-ttft-ms", str(args.slo_ttft_ms), "--slo-tbt-ms", str(args.slo_tbt_ms), "--json", str(result),
             "--max-len", str(args.max_len), *args.bench_flags,
         ]  # fmt: skip
-        return _run(command, result)
+        return run_command(command, result)
 
 
 def simulate(flags: Sequence[str], rate: float, seed: int, setting: dict[str, Any]) -> dict[str, Any]:
@@ -153,10 +153,10 @@ def simulate(flags: Sequence[str], rate: float, seed: int, setting: dict[str, An
             "--slo-ttft-ms", str(setting["slo_ttft_ms"]), "--slo-tbt-ms", str(setting["slo_tbt_ms"]),
             "--json", str(result), *flags,
         ]  # fmt: skip
-        return _run(command, result)
+        return run_command(command, result)
 
 
-def _run(command: Sequence[str], result: Path) -> dict[str, Any]:
+def run_command(command: Sequence[str], result: Path) -> dict[str, Any]:
     """Run a command of apt-jax; returns what it wrote to `result`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
