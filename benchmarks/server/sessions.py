@@ -1,13 +1,14 @@
 """Agents' sessions as closed loops under each retention policy, measured and simulated: completion time, TTFT by turn.
 
 Sessions are recorded ones if `--trace` names a file, else generated; their first `--max-calls` calls, with prompts and
-answers scaled by `--scale-tokens`. Every system gets the same sessions, beginnings and cache, and starts anew for each
+answers scaled by `--scale-tokens`. Every system gets the same sessions, beginnings and cache, and starts again for each
 seed. `--peer` adds another server of OpenAI's completions, such as vLLM's:
 
     python -m benchmarks.server sessions --peer \\
       'vllm=vllm serve MODEL --port {port} --block-size 16 --num-gpu-blocks-override {blocks} --enable-prompt-tokens-details'
 
-The simulator runs the same on step times that `apt-jax calibrate` measures before. `--out` writes sessions.csv (a row per
+The simulator runs the same on step times that `apt-jax calibrate` measures before, times `--slowdown` where other work
+takes the machine from the server while it serves. `--out` writes sessions.csv (a row per
 run), turns.csv (TTFT by turn), sessions.json and sessions.png.
 """
 
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="rounds, from --seed on (default: 3)")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL|COMMAND", help="another server: its address, or a command with {port} and {blocks} of 16 tokens")  # fmt: skip
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="kept description of apt-jax calibrate (default: it is measured, 30 s)")  # fmt: skip
+    parser.add_argument("--slowdown", type=float, default=1.0, metavar="F", help="factor on the simulator's step times (default: 1)")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results")
 
 
@@ -111,13 +113,19 @@ def summarized(
     }
 
 
-def simulated(config: SimulationConfig, hardware: Hardware) -> tuple[Calls, dict[str, Any]]:
-    """The sessions of a run, and what the simulator predicts for them."""
+def simulated(config: SimulationConfig, hardware: Hardware, slowdown: float = 1.0) -> tuple[Calls, dict[str, Any]]:
+    """The sessions of a run, and what the simulator predicts for them if every step takes `slowdown` times as long."""
     workload = sample_workload(drop_oversized(load_trace(config.trace), hardware, config), config)
     assert workload.calls is not None
     # Completions do not tell who works next.
     calls = dataclasses.replace(workload.calls, works=("",) * workload.calls.session.size)
-    found = simulate(config, hardware=hardware, workload=dataclasses.replace(workload, calls=calls))
+    steps = hardware.programs or hardware.step_costs(config.hidden_attention)
+    found = simulate(
+        config,
+        hardware=hardware,
+        workload=dataclasses.replace(workload, calls=calls),
+        step_s=lambda batch: slowdown * steps.step_s(batch.num_tokens, batch.start, batch.kind),
+    )
     metrics = [one for one in found.requests if one is not None]
     assert len(metrics) == calls.session.size
     records = [RequestRecord.from_metrics(one, ok=one.finished_s is not None) for one in metrics]
@@ -126,7 +134,7 @@ def simulated(config: SimulationConfig, hardware: Hardware) -> tuple[Calls, dict
 
 
 def measured(address: str, calls: Calls, config: SimulationConfig, hardware: Hardware) -> dict[str, Any]:
-    """What `apt-jax bench` measures for the sessions of a run.
+    """Measure the sessions of a run with `apt-jax bench`; returns their figures.
 
     Raises:
         RuntimeError: it failed, or a call was not answered.
@@ -217,7 +225,7 @@ def run(args: argparse.Namespace) -> Run:
 
 
 def _one(system: str, config: SimulationConfig, hardware: Hardware, args: argparse.Namespace) -> dict[str, Any]:
-    calls, predicted = simulated(config, hardware)
+    calls, predicted = simulated(config, hardware, args.slowdown)
     name, _, where = system.partition("=")
     values: dict[str, Any]
     facts: dict[str, Any] = {"preemptions": None, "foreign_cores": None}
