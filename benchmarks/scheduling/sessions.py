@@ -8,6 +8,9 @@ generated. Every seed draws the sessions and their beginnings for all policies a
 One simulated token stands for `--unit` tokens, so that a run takes a minute: prompts and answers are scaled, and the
 costs per token, per pair of tokens and per step grow by as much (`coarse`).
 
+What of a prefix is computed again although an earlier call had computed it, and what is copied from host memory, is
+compared with the least that any policy must spend on calls at the same times (`apt_jax.lab.optimal.retention`).
+
 Writes sessions.csv (a row per run) and sessions-table.csv (means over seeds, and 95 % intervals of the ratio to lru in
 the order of arrival on the same seeds), and prints the table.
 """
@@ -15,6 +18,7 @@ the order of arrival on the same seeds), and prints the table.
 import argparse
 import csv
 import dataclasses
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,10 +29,14 @@ import numpy as np
 
 from apt_jax.config import SLO, SessionOrder
 from apt_jax.costs.hardware import Hardware
+from apt_jax.lab.optimal.retention import least_seconds, paths_of
+from apt_jax.sched.retention.view import prefill_s
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware, save_hardware
-from apt_jax.sim.host_link import block_bytes, with_transfers
-from apt_jax.sim.simulator import simulate
+from apt_jax.sim.host_link import block_bytes, num_host_blocks, with_transfers
+from apt_jax.sim.simulator import SimulationResult, simulate
+from apt_jax.sim.trace import load_trace
+from apt_jax.sim.workload import Workload, drop_oversized, sample_workload
 from benchmarks.paper.common import Runs, add_options, half_width
 
 RESULTS = Path(__file__).parents[1] / "results" / "sessions"
@@ -39,7 +47,16 @@ SYSTEMS: tuple[tuple[str, SessionOrder], ...] = (
     ("knapsack", "arrival"), ("knapsack", "hrrn"), ("knapsack?keeps=true", "hrrn"),
     ("clairvoyant", "arrival"), ("clairvoyant", "hrrn"),
 )  # fmt: skip
-MEASURES = ("completion_mean_s", "slowdown_mean", "ttft_p50_s", "ttft_p90_s", "ttft_first_p90_s", "hit")
+MEASURES = (
+    "completion_mean_s",
+    "slowdown_mean",
+    "ttft_p50_s",
+    "ttft_p90_s",
+    "ttft_first_p90_s",
+    "hit",
+    "again_s",
+    "least_again_s",
+)
 
 
 def coarse(hardware: Hardware, unit: int) -> Hardware:
@@ -70,7 +87,9 @@ def run(config: SimulationConfig) -> dict[str, Any]:
         path = Path(directory) / "coarse.json"
         hardware = coarse(load_hardware(MODEL, HARDWARE), unit)
         save_hardware(hardware, path)  # as a file, so that its checks apply
-        found = simulate(config, hardware=load_hardware(MODEL, str(path)))
+        hardware = load_hardware(MODEL, str(path))
+    workload = sample_workload(drop_oversized(load_trace(config.trace), hardware, config), config)
+    found = simulate(config, hardware=hardware, workload=workload)
     sessions = found.sessions
     assert sessions is not None
     assert not found.fallback_iterations
@@ -81,9 +100,36 @@ def run(config: SimulationConfig) -> dict[str, Any]:
         "ttft_p90_s": sessions.ttft_later_s.p90,
         "ttft_first_p90_s": sessions.ttft_first_s.p90,
         "hit": found.prefix_hit_fraction,
+        **recomputed(found, workload, hardware),
         "num_calls": sessions.num_calls,
         "schedule_p50_ms": found.schedule_ms[0],
     }
+
+
+def recomputed(found: SimulationResult, workload: Workload, hardware: Hardware) -> dict[str, float]:
+    """Seconds of prefill that calls computed although an earlier call had computed it, and of copies from host memory;
+    and the least that any policy spends on these calls at these times."""
+    config, size, lengths = found.config, hardware.block_size, workload.prompt_tokens
+    assert workload.calls is not None
+    assert config.cache == "kv"
+    costs = with_transfers(hardware.step_costs(config.hidden_attention), hardware)
+    per_group = hardware.kinds(config.cache, config.hidden_attention)[0].blocks_per_group
+    metrics = [one for one in found.requests if one is not None and one.first_scheduled_s is not None]
+    assert len(metrics) == lengths.size
+    shared = workload.shared_tokens(config)
+    known = np.minimum(shared // size * size, lengths - 1)
+    again_s = prefill_s(costs, known.astype(float)) - prefill_s(
+        costs, np.array([one.num_cached_tokens for one in metrics], float)
+    )
+    least_s, _ = least_seconds(
+        paths_of(workload.calls, lengths, shared, size), lengths,
+        np.array([one.first_scheduled_s for one in metrics]),
+        np.array([np.inf if one.num_preemptions else one.token_times_s[0] for one in metrics]),
+        np.array([one.finished_s for one in metrics]), group_tokens=size, prefill_s=lambda t: prefill_s(costs, t),
+        load_s=per_group * costs.load_per_block_s, device_groups=hardware.num_blocks // per_group,
+        host_groups=num_host_blocks(hardware, config.swap_space) // per_group,
+    )  # fmt: skip
+    return {"again_s": float(again_s.sum()) + found.loaded_blocks * costs.load_per_block_s, "least_again_s": least_s}
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -98,10 +144,17 @@ def table_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ratios = [before / after for before, after in seconds.values()]
         gains = [(before - after) / (before - best[s]["completion_mean_s"]) for s, (before, after) in seconds.items()]
         means = {name: float(np.mean([one[name] for one in cell.values()])) for name in MEASURES}
+        of_lru = by_cell.get(("lru", order, rate), {})  # in the same order of calls
+        possible = [
+            (of_lru[s]["again_s"] - one["again_s"]) / (of_lru[s]["again_s"] - one["least_again_s"])
+            for s, one in cell.items()
+            if s in of_lru
+        ]
         table.append({
             "retention": retention, "order": order, "rate": rate, **means, "seeds": len(cell),
             "times_better": float(np.mean(ratios)), "half_width": half_width(ratios),
             "share_of_clairvoyant": float(np.mean(gains)),
+            "share_of_possible": float(np.mean(possible)) if possible else math.nan,
         })  # fmt: skip
     return table
 
@@ -147,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{row['rate']:<6g} {row['retention']:13} {row['order']:13} completion {row['completion_mean_s']:7.1f} s  "
             f"times better {row['times_better']:.2f} ± {row['half_width']:.2f}  TTFT p50 {row['ttft_p50_s']:.2f} "
-            f"p90 {row['ttft_p90_s']:.2f} s  cached {row['hit']:.3f}  of clairvoyant {row['share_of_clairvoyant']:.2f}"
+            f"p90 {row['ttft_p90_s']:.2f} s  cached {row['hit']:.3f}  of clairvoyant {row['share_of_clairvoyant']:.2f}  "
+            f"again {row['again_s']:.0f} s, {100 * row['share_of_possible']:.0f} % of what was possible"
         )
     return 0
 

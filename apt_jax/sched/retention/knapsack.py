@@ -115,5 +115,5 @@ class ClairvoyantRetention(KnapsackRetention):
 
     def index(self, view: RetentionView) -> NDArray[np.float64]:
         left_s = view.sessions.hint_s[view.rows] - view.age_s
-        # A session whose time has passed goes on without these blocks.
-        return np.where(left_s > -0.1, 1.0 / np.maximum(left_s, 0.1), 0.0)
+        # A session whose time has come and of which no call waits (`values`) goes on without these blocks.
+        return np.where(left_s > 1e-6, 1.0 / np.maximum(left_s, 0.1), 0.0)

@@ -19,7 +19,8 @@ LONGEST_S = 3600.0
 """Maximum time to live in seconds, also of clients' advice."""
 MAX_RECORDS = 1000
 """Maximum number of records of one sort, such as gaps."""
-_PINNED = 1e15
+_PINNED = 1e9
+"""Added to the times of sessions within their time to live: more than any age, and small enough that times stay apart."""
 
 
 class TtlRetention(LruRetention):
