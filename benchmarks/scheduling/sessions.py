@@ -101,6 +101,7 @@ def run(config: SimulationConfig) -> dict[str, Any]:
         "ttft_first_p90_s": sessions.ttft_first_s.p90,
         "hit": found.prefix_hit_fraction,
         **recomputed(found, workload, hardware),
+        "busy_s": found.device_busy_fraction * found.duration_s,
         "num_calls": sessions.num_calls,
         "schedule_p50_ms": found.schedule_ms[0],
     }
