@@ -36,6 +36,9 @@ class SimulationConfig:
     """Number of sessions held constant: the next begins when one has ended. The first N begin within a minute."""
     max_think_s: float | None = option(None, metavar="SECONDS", low=0, high=30 * 86400)
     """Longest time between an answer and the next call of a session; longer ones are cut (default: as recorded)."""
+    beside: str | None = option(None, metavar="NAME|FILE:R")
+    """A second trace of sessions, R of which begin per second as long as sessions of --trace begin. Its requests are
+    real-time and have its own objectives, if it is a generated trace with some; those of --trace are best-effort."""
     seed: int = option(0, metavar="SEED", low=0)
     """Random seed of requests and arrivals."""
     policy: str = option("apt", flag="--scheduling-policy", metavar="POLICY[,POLICY...]")
@@ -113,6 +116,10 @@ class SimulationConfig:
         require(
             not self.swap_space or self.enable_prefix_caching is not False,
             f"swap_space={self.swap_space:g} keeps cached prefixes; leave out --no-enable-prefix-caching or --swap-space",
+        )
+        require(
+            self.beside is None or (self.rate is not None and self.tenants == 1),
+            f"beside={self.beside!r:.80} needs a rate of the first trace, and one tenant (--beside, --rate, --tenants)",
         )
         rho_us = self.rho_us
         require(

@@ -59,7 +59,7 @@ class Calls:
     think_s: NDArray[np.float64]
     """Seconds from that answer to the call."""
     parent: NDArray[np.int32]
-    """Index of the call whose prompt begins like the call's; -1: none."""
+    """Index of the call whose prompt begins like the call's; -1: none. Of the same session, but for `beside`."""
     shared_blocks: NDArray[np.int32]
     """Number of blocks at the beginning of both prompts."""
     works: tuple[Work, ...]
@@ -84,6 +84,26 @@ class Calls:
         same = (before >= 0) & (self.chain == self.chain[before])
         gap_s[before[same]] = self.think_s[same]
         return gap_s
+
+    def beside(self, other: "Calls", block_tokens: int) -> "Calls":
+        """Return these calls followed by the calls of another trace. Each trace has its own system prompt: prompts that
+        begin with it have the first of them as parent, whatever its session."""
+        shift = np.full(other.session.size, self.session.size)
+        parents, blocks = [], []
+        for part in (self, other):
+            begins = part.parent < 0
+            begins[:1] = False
+            parents.append(np.where(begins, 0, part.parent).astype(np.int32))
+            blocks.append(np.where(begins, part.common_tokens // block_tokens, part.shared_blocks).astype(np.int32))
+        return Calls(
+            session=np.concatenate([self.session, other.session + self.num_sessions]).astype(np.int32),
+            follows=np.concatenate([self.follows, _moved(other.follows, shift)]),
+            think_s=np.concatenate([self.think_s, other.think_s]),
+            parent=np.concatenate([parents[0], _moved(parents[1], shift)]),
+            shared_blocks=np.concatenate(blocks),
+            works=self.works + other.works,
+            chain=np.concatenate([self.chain, other.chain]),
+        )
 
     def begins(self) -> NDArray[np.intp]:
         """Return the index of the first call of each session, and the number of calls at the end."""

@@ -31,6 +31,7 @@ from apt_jax.config import SchedulerConfig
 from apt_jax.core.step import StepBatch
 from apt_jax.core.tiers import Tiers
 from apt_jax.costs.hardware import Hardware
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.engine.batch import PlainReserver, reserver_for
 from apt_jax.errors import ConfigError
@@ -47,7 +48,7 @@ from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.host_link import block_bytes, num_host_blocks, with_transfers
 from apt_jax.sim.replica import Replica, ReplicaCounts, TimedExecutor
 from apt_jax.sim.routing import ROUTING_POLICIES, Router
-from apt_jax.sim.sessions import SessionSummary, alone_s, summarize_sessions
+from apt_jax.sim.sessions import Calls, SessionSummary, alone_s, summarize_sessions
 from apt_jax.sim.trace import load_trace
 from apt_jax.sim.workload import (
     Arrivals,
@@ -56,6 +57,7 @@ from apt_jax.sim.workload import (
     drop_oversized,
     longest_request,
     sample_workload,
+    with_beside,
     with_distinct_prompts,
 )
 from apt_jax.utils.clock import VirtualClock
@@ -239,6 +241,8 @@ def simulate(
         kept = drop_oversized(trace, hardware, config)
         num_left_out = trace.num_requests - kept.num_requests
         workload = sample_workload(kept, config)
+        if config.beside is not None:
+            workload = with_beside(workload, hardware, config)
     costs = hardware.step_costs(config.hidden_attention)
     timing = hardware.programs or costs
     overlap = hardware.programs is not None if config.overlap is None else config.overlap
@@ -400,18 +404,26 @@ def simulate(
         by_class=_by_class(workload.best_effort, records),
         sessions=None
         if workload.calls is None
-        else summarize_sessions(
-            workload.calls,
-            records,
-            alone_s(
-                workload.prompt_tokens,
-                np.minimum(workload.output_tokens, config.max_tokens or 2**31 - 1),
-                workload.shared_tokens(config),
-                costs,
-                budget,
-            ),
-        ),
+        else _of_sessions(workload, workload.calls, records, config, costs, budget),
     )
+
+
+def _of_sessions(
+    workload: Workload, calls: Calls, records: Sequence[RequestRecord], config: SimulationConfig, costs: StepCosts, budget: int
+) -> SessionSummary:  # fmt: skip
+    """Summarize the sessions of a run; with `SimulationConfig.beside` the best-effort ones, those of the first trace."""
+    took_s = alone_s(
+        workload.prompt_tokens,
+        np.minimum(workload.output_tokens, config.max_tokens or 2**31 - 1),
+        workload.shared_tokens(config),
+        costs,
+        budget,
+    )
+    if config.beside is not None:
+        firsts = calls.begins()[:-1]
+        calls, index = calls.take(np.flatnonzero(workload.best_effort[firsts]).tolist())
+        records, took_s = [records[i] for i in index.tolist()], took_s[index]
+    return summarize_sessions(calls, records, took_s)
 
 
 def _clairvoyant(retention: str) -> Retention | None:

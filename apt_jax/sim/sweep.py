@@ -65,8 +65,10 @@ def run_key(config: SimulationConfig, **more: Any) -> str:
         ConfigError: unknown policy.
     """
     facts: dict[str, Any] = {"version": __version__, **dataclasses.asdict(config), **more}
-    for field in ("trace", "hardware"):
+    for field in ("trace", "hardware", "beside"):
         path = str(facts[field])
+        if field == "beside":
+            path, _, facts["rate_beside"] = path.rpartition(":")
         if os.path.isfile(path):
             facts[field] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         elif os.path.isdir(path):

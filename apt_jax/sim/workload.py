@@ -13,9 +13,10 @@ from apt_jax.config import SLO
 from apt_jax.costs.hardware import Hardware
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sim.catalog import OBJECTIVES
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.sessions import BLOCK_TOKENS, Calls, SessionPrompts
-from apt_jax.sim.trace import Trace, draw_arrivals, known_traces, prompts_of, scale_arrivals
+from apt_jax.sim.trace import Trace, draw_arrivals, known_traces, load_trace, prompts_of, scale_arrivals
 
 
 def _read_only_zeros(length: int) -> NDArray[np.int32]:
@@ -24,6 +25,7 @@ def _read_only_zeros(length: int) -> NDArray[np.int32]:
     return zeros
 
 
+_OF_SESSIONS = "and the first trace must be traces of sessions, with blocks of one size (--beside, --trace)"
 _STOP_TOKEN = 1
 """Stop token that is never sampled; it marks requests that may end before `max_tokens`."""
 _NO_TEXT = _read_only_zeros(1 << 20)
@@ -196,6 +198,58 @@ def _sample_sessions(trace: Trace, calls: Calls, config: SimulationConfig) -> Wo
         calls=drawn,
         block_tokens=block_tokens,
     )
+
+
+def with_beside(workload: Workload, hardware: Hardware, config: SimulationConfig) -> Workload:
+    """Return the workload, all best-effort, followed by the requests of the trace of `SimulationConfig.beside`.
+
+    Raises:
+        ConfigError: one of both traces has no sessions, or the second one is refused.
+    """
+    first, second = workload.calls, draw_beside(workload, hardware, config)
+    assert first is not None
+    assert second.calls is not None
+    if workload.block_tokens != second.block_tokens:
+        raise ConfigError(f"beside={config.beside!r:.80} {_OF_SESSIONS}")
+    calls = first.beside(second.calls, workload.block_tokens)
+    num = workload.arrival_s.size
+    prompt_tokens = np.concatenate([workload.prompt_tokens, second.prompt_tokens])
+    return Workload(
+        prompt_tokens=prompt_tokens,
+        output_tokens=np.concatenate([workload.output_tokens, second.output_tokens]),
+        arrival_s=np.concatenate([workload.arrival_s, second.arrival_s]),
+        best_effort=np.arange(prompt_tokens.size) < num,
+        slos=[*[config.slo] * num, *(second.slos or [config.slo] * second.arrival_s.size)],
+        prompts=None
+        if workload.prompts is None
+        else SessionPrompts(calls, prompt_tokens, block_tokens=workload.block_tokens, scale=config.scale_tokens),
+        calls=calls,
+        block_tokens=workload.block_tokens,
+    )
+
+
+def draw_beside(workload: Workload, hardware: Hardware, config: SimulationConfig) -> Workload:
+    """Return sessions of the trace of `SimulationConfig.beside`, without the workload's; the last begins before the
+    workload's last session does, on average."""
+    assert config.beside is not None
+    name, _, text = config.beside.rpartition(":")
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not (name and 0 < rate <= 1e9):
+        raise ConfigError(
+            f"beside={config.beside!r:.80} must be a trace and sessions per second, as in interactive-chat:0.5 (--beside)"
+        )
+    num = max(int(rate * np.nanmax(workload.arrival_s)), 1)
+    alone = dataclasses.replace(
+        config, trace=name, rate=rate, num_sessions=num, concurrent_sessions=None, beside=None, slo=OBJECTIVES.get(name, config.slo)
+    )  # fmt: skip
+    trace = load_trace(name)
+    if trace.calls is None or workload.calls is None:
+        raise ConfigError(f"beside={config.beside!r:.80} {_OF_SESSIONS}")
+    drawn = sample_workload(drop_oversized(trace, hardware, alone), alone)
+    return dataclasses.replace(drawn, slos=[alone.slo] * drawn.arrival_s.size)
 
 
 def _draw_tenants(num_requests: int, config: SimulationConfig) -> NDArray[np.int32]:

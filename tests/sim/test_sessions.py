@@ -20,7 +20,7 @@ from apt_jax.sim.sessions import COLUMNS, OPTIONAL_COLUMNS, Calls, SessionPrompt
 from apt_jax.sim.simulator import SimulationResult, simulate
 from apt_jax.sim.sweep import run_key
 from apt_jax.sim.trace import Trace, load_trace
-from apt_jax.sim.workload import Arrivals, drop_oversized, sample_workload
+from apt_jax.sim.workload import Arrivals, draw_beside, drop_oversized, sample_workload, with_beside
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data" / "traces" / "agent_sessions.csv.gz"
 TWO = """\
@@ -557,6 +557,60 @@ def test_stored_runs_of_a_directory_depend_on_its_files(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps(recorded("b")))
     assert run_key(config) != before
     assert json.dumps(simulate(dataclasses.replace(config, num_sessions=np.int64(2))).as_dict())  # pyright: ignore
+
+
+@pytest.mark.parametrize("first", ["interactive-chat", "file"])
+def test_two_traces_run_beside_each_other_as_two_classes(path, first):
+    config = SimulationConfig(
+        model="llama-3-8b", hardware="h100-80gb", cache="kv", policy="apt-plus", rate=0.5, num_sessions=3, seed=3,
+        trace=str(path) if first == "file" else first, scale_tokens=1 / 16, beside="interactive-chat:1", max_think_s=20.0,
+    )  # fmt: skip
+    alone = dataclasses.replace(config, beside=None)
+    hardware = load_hardware(config.model, config.hardware)
+    workload = sample_workload(drop_oversized(load_trace(config.trace), hardware, alone), alone)
+    both, chats = with_beside(workload, hardware, config), draw_beside(workload, hardware, config)
+    num = workload.arrival_s.size
+    assert both.best_effort.tolist() == [True] * num + [False] * chats.arrival_s.size
+    assert np.nanmax(chats.arrival_s) < 2 * np.nanmax(workload.arrival_s)
+    assert both.slos is not None
+    assert {slo.ttft_s for slo in both.slos[num:]} == {catalog.OBJECTIVES["interactive-chat"].ttft_s}
+    assert both.prompts is not None
+    assert both.calls is not None
+    # Each trace's prompts begin alike as far as they do alone, and the two traces' not at all.
+    for part, begin in ((workload, 0), (chats, num)):
+        assert part.prompts is not None
+        for i, j in np.random.default_rng(5).integers(0, part.arrival_s.size, (60, 2)).tolist():
+            expected = common(part.prompts[i], part.prompts[j])
+            assert common(both.prompts[begin + i], both.prompts[begin + j]) == expected
+    assert common(both.prompts[0], both.prompts[num]) == 0
+    result = simulate(config, debug=True)
+    assert result.by_class["be"].num_sent == num
+    assert result.by_class["rt"].num_completed == chats.arrival_s.size > 5
+    assert result.sessions is not None
+    assert (result.sessions.num_sessions, result.sessions.num_calls) == (3, num)
+    rt = np.flatnonzero(~both.best_effort)
+    calls, begun = both.calls, [m.arrival_s for m in done(result)]
+    after = rt[calls.follows[rt] >= 0]
+    ends = [done(result)[i].finished_s or 0.0 for i in calls.follows[after].tolist()]
+    assert np.array(begun)[after] == pytest.approx(np.array(ends) + calls.think_s[after])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beside": "interactive-chat"}, "sessions per second"),
+        ({"beside": "interactive-chat:0"}, "sessions per second"),
+        ({"beside": ":1"}, "sessions per second"),
+        ({"beside": "sharegpt:1"}, "must be traces of sessions"),
+        ({"trace": "sharegpt", "beside": "agents:1", "num_sessions": None}, "must be traces of sessions"),
+        ({"beside": "nothing:1"}, "is neither a file nor one of"),
+        ({"beside": "agents:1", "rate": None, "concurrent_sessions": 2}, "needs a rate"),
+        ({"beside": "agents:1", "tenants": 2}, "one tenant"),
+    ],
+)
+def test_a_second_trace_that_cannot_run_beside_is_refused(path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(dataclasses.replace(CONFIG, **{"trace": str(path), **changes}))
 
 
 def test_columns_are_documented():

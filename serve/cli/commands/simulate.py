@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_sessions = ",".join(sessions.COLUMNS)
     group = parser.add_argument_group("simulated system and workload")
     add("model", "hardware", "num_devices", "trace", "rate", "cv", "num_requests", "num_sessions", "concurrent_sessions",
-        "max_think_s", "seed", "output_scale", "scale_tokens", "max_tokens",
+        "max_think_s", "beside", "seed", "output_scale", "scale_tokens", "max_tokens",
         "enable_prefix_caching", "hash_block_tokens", "drop_too_long", "replicas", "routing_policy", "tenants",
         model={"help": f"model; known: {known}"},
         scale_tokens={"type": options.factor},
