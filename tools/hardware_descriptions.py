@@ -156,6 +156,15 @@ MODELS = {
         max_len=8192,
         vidur="Meta-Llama-3-70B",
     ),
+    "qwen2.5-32b": Model(
+        layers=64,
+        hidden=5120,
+        ffn=27648,
+        heads=40,
+        kv_heads=8,
+        vocab=152064,
+        max_len=131_072,
+    ),
     "yi-6b": Model(
         layers=32,
         hidden=4096,
@@ -284,12 +293,12 @@ def _linear_vidur(profiles: Profiles, model: Model, tp: int, tokens: int) -> flo
     return total
 
 
-def _linear_kernels(profiles: Profiles, model: Model, gpu: str, tokens: int) -> float:
-    """One layer without attention on one GPU: products from the kernel files, the rest from Vidur's H100."""
-    d, f = model.hidden, model.ffn
-    qkv = d + 2 * model.kv_heads * 128
+def _linear_kernels(profiles: Profiles, model: Model, gpu: str, tp: int, tokens: int) -> float:
+    """One layer without attention on each of `tp` GPUs: products from the kernel files, the rest from Vidur's H100."""
+    d, f = model.hidden, model.ffn / tp
+    heads, qkv = d / tp, (d + 2 * model.kv_heads * 128) / tp
     up = 2 * f if model.rotary else f
-    total = sum(profiles.gemm_s(gpu, tokens, n, k) for n, k in ((qkv, d), (d, d), (up, d), (d, f)))
+    total = sum(profiles.gemm_s(gpu, tokens, n, k) for n, k in ((qkv, d), (d, heads), (up, d), (d, f)))
     like, ffn_like = ("Llama-2-7b-hf", 11008) if d == 4096 else ("internlm-20b", 13824)
     columns = ["norm1", "norm2", "residual_add", *(["rope"] if model.rotary else [])]
     total += sum(profiles.vidur_s("h100", like, 1, column, tokens) for column in columns)
@@ -672,6 +681,7 @@ CASES = [
         for card in ("h100-80gb", "h200")
         for model in ("opt-13b", "llama-2-7b", "llama-3-8b")
     ),
+    Case(card="h100-80gb", model="qwen2.5-32b", tp=2, note="Beyond 8,192 prompt tokens the fit is extended. "),
 ]
 
 
@@ -684,7 +694,7 @@ def _fitted(profiles: Profiles, case: Case) -> Hardware:
     def linear(tokens: int) -> float:
         if gpu == "a100_sxm":
             return _linear_vidur(profiles, model, tp, tokens)
-        return _linear_kernels(profiles, model, gpu, tokens)
+        return _linear_kernels(profiles, model, gpu, tp, tokens)
 
     kv, fit = _fit_step(profiles, model, gpu, tp, linear, num_kv_tokens, max_len)
     how = (

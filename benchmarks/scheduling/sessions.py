@@ -33,14 +33,16 @@ from apt_jax.lab.optimal.retention import least_seconds, paths_of
 from apt_jax.sched.retention.view import prefill_s
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware, save_hardware
-from apt_jax.sim.host_link import block_bytes, num_host_blocks, with_transfers
+from apt_jax.sim.host_link import num_host_blocks, with_transfers
 from apt_jax.sim.simulator import SimulationResult, simulate
 from apt_jax.sim.trace import load_trace
 from apt_jax.sim.workload import Workload, drop_oversized, sample_workload
 from benchmarks.paper.common import Runs, add_options, half_width
 
 RESULTS = Path(__file__).parents[1] / "results" / "sessions"
-MODEL, HARDWARE, LONGEST, HOST_GIB = "llama-3-8b", "h100-80gb", 262_144, 64.0
+MODEL, HARDWARE, HOST_GIB = "llama-3-8b", "h100-80gb", 64.0
+LONGEST = {MODEL: 262_144, "qwen2.5-32b": 131_072}
+"""Tokens of the longest prompts, by model."""
 SYSTEMS: tuple[tuple[str, SessionOrder], ...] = (
     ("lru", "arrival"), ("lru", "program-fcfs"), ("lru", "plas"), ("lru", "hrrn"),
     ("ttl", "arrival"), ("cache-ttl", "program-fcfs"), ("progress-ttl", "arrival"), ("progress-ttl", "hrrn"),
@@ -60,7 +62,7 @@ MEASURES = (
 
 
 def coarse(hardware: Hardware, unit: int) -> Hardware:
-    """The hardware in units of `unit` tokens, for prompts of up to `LONGEST` tokens."""
+    """The hardware in units of `unit` tokens, for prompts as long as `LONGEST`."""
     costs = {}
     for mode, of_mode in hardware.costs.items():
         one = with_transfers(of_mode, hardware)
@@ -76,7 +78,7 @@ def coarse(hardware: Hardware, unit: int) -> Hardware:
             save_per_block_s=one.save_per_block_s * unit,
         )
     return dataclasses.replace(
-        hardware, costs=costs, max_model_len=LONGEST // unit, num_blocks=hardware.num_blocks // unit
+        hardware, costs=costs, max_model_len=LONGEST[hardware.model] // unit, num_blocks=hardware.num_blocks // unit
     )
 
 
@@ -85,9 +87,9 @@ def run(config: SimulationConfig) -> dict[str, Any]:
     unit = round(1 / config.scale_tokens)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "coarse.json"
-        hardware = coarse(load_hardware(MODEL, HARDWARE), unit)
+        hardware = coarse(load_hardware(config.model, HARDWARE), unit)
         save_hardware(hardware, path)  # as a file, so that its checks apply
-        hardware = load_hardware(MODEL, str(path))
+        hardware = load_hardware(config.model, str(path))
     workload = sample_workload(drop_oversized(load_trace(config.trace), hardware, config), config)
     found = simulate(config, hardware=hardware, workload=workload)
     sessions = found.sessions
@@ -165,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser, requests=40, seeds=10, out=RESULTS)
     parser.add_argument("--trace", default="agents", help="recorded sessions, or generated ones (default: agents)")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.006, 0.012, 0.018], help="sessions per second")
+    parser.add_argument("--model", choices=LONGEST, default=MODEL, help="on as few H100s as it is described for")
     parser.add_argument("--policy", default="vllm-v1")
     parser.add_argument("--unit", type=int, default=32, help="tokens that one simulated token stands for")
     names = [f"{retention}:{order}" for retention, order in SYSTEMS]
@@ -178,21 +181,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     configs = [
         SimulationConfig(
-            model=MODEL, hardware=HARDWARE, cache="kv", trace=args.trace, drop_too_long=True, rate=rate, seed=seed,
+            model=args.model, hardware=HARDWARE, cache="kv", trace=args.trace, drop_too_long=True, rate=rate, seed=seed,
             num_sessions=runs.num_requests, policy=args.policy, retention=retention, session_order=order,
             swap_space=HOST_GIB / args.unit, scale_tokens=1 / args.unit, max_think_s=3600.0, slo=SLO(),
             max_num_batched_tokens=8192 // args.unit,
         )
         for retention, order, rate, seed in cells
     ]  # fmt: skip
-    assert block_bytes(load_hardware(MODEL, HARDWARE)) > 0
     results = runs.map("sessions", run, [(config,) for config in configs])
     rows = [
         {"retention": retention, "order": order, "rate": rate, "seed": seed, **result}
         for (retention, order, rate, seed), result in zip(cells, results, strict=True)
     ]
     table = table_of(rows)
-    for name, content in (("sessions", rows), ("sessions-table", table)):
+    stem = "sessions" if args.model == MODEL else f"sessions-{args.model}"
+    for name, content in ((stem, rows), (f"{stem}-table", table)):
         with (runs.out / f"{name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, content[0], lineterminator="\n")
             writer.writeheader()

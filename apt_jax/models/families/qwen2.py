@@ -37,6 +37,7 @@ _QWEN2 = "Qwen2ForCausalLM"
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": preset(_QWEN2, 24, 896, 14, 2, 4864, 151936, 32768, rope_theta=1e6, tie_word_embeddings=True),
     "qwen2.5-7b": preset(_QWEN2, 28, 3584, 28, 4, 18944, 152064, 131072, rope_theta=1e6),
+    "qwen2.5-32b": preset(_QWEN2, 64, 5120, 40, 8, 27648, 152064, 131072, rope_theta=1e6),
 }  # fmt: skip
 
 FAMILY = ModelFamily(
