@@ -161,13 +161,15 @@ class AptPlusPolicy:
         attain = decoding[~(self.has_missed(view, decoding) | self._best_effort(view, decoding))]
         packer.tokens_left = _prompt_tokens(view, attain, decode_s, packer.tokens_left)
         if not np.isfinite(table.slo_tbt_s[decoding[~self._best_effort(view, decoding)]]).all():
-            packer.tokens_left = _tokens_within(view, partial[:1], self.gap_s, packer.tokens_left)
+            begun = int(table.num_cached[partial[:1]].sum())
+            packer.tokens_left = _tokens_within(view, begun, self.gap_s, packer.tokens_left)
         if partial.size:
             packer.continue_prefill(partial)
         under_way = np.concatenate([partial, low_partial])
         if waiting is not None and packer.slots_left > 0 and packer.tokens_left > 0:
-            self._admit(view, waiting, packer, decoding, under_way, low_partial)
+            self._admit(view, waiting, packer, decoding, under_way, low_partial, attain)
         elif low_partial.size:
+            _spare(packer, attain, table.num_cached[low_partial])
             packer.continue_prefill(low_partial)
         if packer.is_empty and under_way.size and not preempt.size:
             return resolve_prefill_deadlock(view, under_way)
@@ -282,9 +284,11 @@ class AptPlusPolicy:
         decoding: Rows,
         partial: Rows,
         low_partial: Rows,
+        attain: Rows,
     ) -> None:
         """Add waiting real-time requests to the step, then partly computed best-effort prompts, then waiting
-        best-effort requests."""
+        best-effort requests; those take no more time than `attain` leaves, the decoding rows that may still be on
+        time."""
         blocks, value = waiting.blocks, waiting.value
         room = packer.blocks_left - growth(view, partial)
         first = np.flatnonzero(value > 0)
@@ -302,11 +306,13 @@ class AptPlusPolicy:
         rest = rest[: int(np.searchsorted(np.cumsum(blocks[rest]), room, side="right"))]
         chosen = np.concatenate([first, rest])
         low = self._best_effort(view, view.waiting[chosen])
-        for part in (chosen[~low], chosen[low]):
-            packer.start(view.waiting[part], waiting.kind[part], in_order=False, split=True)
-            if low_partial.size and packer.tokens_left > 0:
-                packer.continue_prefill(low_partial)
-                low_partial = low_partial[:0]
+        packer.start(view.waiting[chosen[~low]], waiting.kind[chosen[~low]], in_order=False, split=True)
+        rows, kind = view.waiting[chosen[low]], waiting.kind[chosen[low]]
+        found = view.table.cached_prefix_tokens[rows, kind]
+        _spare(packer, attain, np.concatenate([view.table.num_cached[low_partial], found]))
+        if low_partial.size and packer.tokens_left > 0:
+            packer.continue_prefill(low_partial)
+        packer.start(rows, kind, in_order=False, split=True)
 
     def _growth(self, view: SchedulerView, rows: Rows, ahead: int) -> int:
         """Return the number of additional blocks that running `rows` need for `ahead` more tokens each."""
@@ -398,7 +404,21 @@ def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: in
     return max(min(int(slack_s / per_token_s), limit), min(view.block_size, limit))
 
 
-def _tokens_within(view: SchedulerView, first: Rows, limit_s: float, limit: int) -> int:
+def _spare(packer: StepPacker, attain: Rows, cached: NDArray[np.int32]) -> None:
+    """Limit the tokens left for best-effort prompts if the step decodes rows in `attain`: a token after many cached ones
+    takes longer than the tokens left are counted with (`_prompt_tokens`).
+
+    Args:
+        packer: the step.
+        attain: decoding rows that may still be on time.
+        cached: (n,) cached positions of the prompts that follow; the most count.
+    """
+    if attain.size and cached.size and packer.tokens_left > 0:
+        left, per_token_s = packer.tokens_left, packer.view.costs.prefill_per_token_s
+        packer.tokens_left = _tokens_within(packer.view, int(cached.max()), left * per_token_s, left)
+
+
+def _tokens_within(view: SchedulerView, start: int, limit_s: float, limit: int) -> int:
     """Return how many prompt tokens a step can compute within about `limit_s`.
 
     The number is at most `limit`, and at least one block (or `limit` if that is less). If costs are unknown, it is
@@ -406,12 +426,11 @@ def _tokens_within(view: SchedulerView, first: Rows, limit_s: float, limit: int)
 
     Args:
         view: the scheduler's view.
-        first: (1,) row of the prompt that continues, whose cached part costs time too; (0,): no such prompt.
+        start: number of cached positions before them, which cost time too.
         limit_s: time limit in seconds.
         limit: maximum number of prompt tokens.
     """
     costs = view.costs
-    start = int(view.table.num_cached[first].sum())
     a, b = costs.prefill_per_pair_s, costs.prefill_per_token_s + 2 * start * costs.prefill_per_pair_s
     if b <= 0 or costs.chunk_s(limit, start, KV) <= limit_s:  # zero: unknown
         return limit

@@ -325,6 +325,34 @@ def test_best_effort_requests_get_what_real_time_ones_leave():
     assert w.schedule(AptPlusPolicy(**BLIND)).rows.tolist() == [first]
 
 
+@pytest.mark.parametrize("under_way", [True, False])
+@pytest.mark.parametrize("two_classes", [True, False])
+def test_a_best_effort_prompt_after_a_long_cached_one_leaves_streams_in_time(under_way: bool, two_classes: bool):
+    costs = dataclasses.replace(COSTS, prefill_per_pair_s=1e-6)
+    limited = 0
+    for seed in range(200):
+        rng = np.random.default_rng([seed, 91])
+        w = World(num_blocks=4000, mode="kv", costs=costs, block_size=16, max_num_batched_tokens=512)
+        waited_s, tbt_s = float(rng.uniform(0.0, 0.05)), float(rng.uniform(0.1, 0.6))
+        w.hold(w.add(15, 300, tbt_s=tbt_s), KV, num_outputs=2)
+        pending(w, 0, waited_s)
+        start = int(rng.integers(0, 6000)) // 16 * 16
+        low = w.add(start + int(rng.integers(100, 2000)), 30)
+        w.table.best_effort[low] = True
+        if under_way:
+            w.hold(low, KV, cached=start)
+        else:
+            w.table.cached_prefix_tokens[low, KV] = start
+        plan = w.schedule(AptPlusPolicy(two_classes=two_classes))
+        n = int(plan.num_tokens[plan.rows == low].sum())
+        step_s = 0.02 + 1e-4 + 1e-6 * 18 + 1e-3 * n + 1e-6 * n * (n + 2 * start)
+        if two_classes:
+            assert n == 16 or step_s <= 0.8 * tbt_s - waited_s + 0.01, seed
+            assert n >= 16, seed  # it goes on
+        limited += n < 511 and step_s > 0.8 * tbt_s - waited_s + 0.01 and n != 16
+    assert (limited > 0) == (not two_classes)
+
+
 def test_best_effort_requests_make_way_for_want_of_slots():
     def plan(best_effort: list[int], waited_s: float = 0.9) -> tuple[list[int], list[int]]:
         w = world(num_blocks=1000, max_num_seqs=3)
