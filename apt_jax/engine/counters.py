@@ -66,7 +66,7 @@ class EngineCounters:
         self.recomputed = np.zeros(len(RecomputeCause), np.int64)
         """(causes,) recomputed positions, indexed by `RecomputeCause`."""
         self.changed_prefix_tokens = 0
-        self.prompt_sources = dict.fromkeys(PROMPT_SOURCES, 0)
+        self.prompt_sources: dict[str, int] = dict.fromkeys(PROMPT_SOURCES, 0)
         self.cache_hit_tokens = 0
         """Positions found on the device or in host memory."""
         self.host_hit_tokens = 0
