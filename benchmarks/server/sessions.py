@@ -309,7 +309,7 @@ def _plot(path: Path, rows: Sequence[dict[str, Any]], model: str) -> None:
             line = {"measured": "o-", "predicted": "--"}[key]
             right.plot(curve, line, color=f"C{i}", label=system if key == "measured" else None)
     left.set_xticks(range(len(systems)), systems)
-    left.set(ylabel="completion time of a session, mean (s)")
+    left.set(ylabel="completion time of a session, mean (s)", ylim=(0, None))
     right.set(xlabel="turn", ylabel="median TTFT (s)", ylim=(0, None))
     right.legend(fontsize=8)
     figure.suptitle(f"{model}; hatched and dashed: simulated", fontsize=10)
