@@ -76,12 +76,16 @@ class SimulationConfig:
     max_num_batched_tokens: int | None = option(None, metavar="N", positive=True, low=1)
     """Maximum number of tokens per step (default: the maximum that a calibrated description was measured with, else
     the model's maximum length, clamped to between 2,048 and 16,384)."""
+    max_model_len: int | None = option(None, metavar="TOKENS", low=1, high=2**31 - 1)
+    """Maximum length of prompt and output, for a variant of the model with another context length and the same costs
+    (default: as in the hardware description)."""
     num_blocks: int | None = option(None, flag="--num-blocks-override", metavar="BLOCKS", positive=True, low=1)
     """Number of cache blocks (default: as in the hardware description)."""
     replicas: int = option(1, metavar="N", positive=True, low=1)
     """Number of engines that share the requests, each on its own hardware."""
     routing_policy: str = option("round_robin")
-    """Policy that chooses the replica of a request: round_robin takes them in turn, least_load takes the least loaded
+    """Policy that chooses the replica of a request: round_robin takes them in turn, session takes the
+    replica of the session's earlier calls, least_load takes the least loaded
     by the formula of the gateway smg, expected_slack takes the replica that leaves the most time to the request's TTFT
     SLO."""
     enable_prefix_caching: bool | None = option(None)

@@ -55,6 +55,21 @@ def round_robin() -> Router:
     return lambda request, states: next(turns) % len(states)
 
 
+def session() -> Router:
+    """Return a router that sends the calls of a session to one replica; sessions take the replicas in turn."""
+    turn, homes = round_robin(), dict[str, int]()
+
+    def choose(request: EngineRequest, states: Sequence[ReplicaState]) -> int:
+        name = request.session_id
+        if name is None:
+            return turn(request, states)
+        if name not in homes:
+            homes[name] = turn(request, states)
+        return homes[name]
+
+    return choose
+
+
 def least_load() -> Router:
     """Return a router that chooses the replica with the shortest estimated drain time.
 
@@ -119,6 +134,7 @@ def _share_claimed(state: ReplicaState) -> float:
 
 ROUTING_POLICIES: dict[str, Callable[[], Router]] = {
     "round_robin": round_robin,
+    "session": session,
     "least_load": least_load,
     "expected_slack": expected_slack,
 }

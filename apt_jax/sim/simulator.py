@@ -210,6 +210,7 @@ def simulate(
     executor: Callable[[VirtualClock], TimedExecutor] | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_step: Callable[[Engine], None] | None = None,
+    stop: Callable[[RequestRecord], bool] | None = None,
     can_convert: bool = True,
     debug: bool = False,
 ) -> SimulationResult:
@@ -226,6 +227,8 @@ def simulate(
             predictions. None: `SimulatedExecutor`.
         progress: called every 512 iterations and at the end with (number of finished requests, number of requests).
         on_step: called with the engine after each iteration in which it has executed a step.
+        stop: called with each request that has ended; True ends the run, and the requests that are left count as not
+            served.
         can_convert: whether policies may convert layer inputs to keys and values, at
             `StepCosts.convert_per_hidden_token_s` per token.
         debug: whether the engine checks its accounting after every step.
@@ -253,7 +256,7 @@ def simulate(
             prefill_base_s=costs.prefill_base_s + config.host_s,
             decode_base_s=costs.decode_base_s + config.host_s,
         )
-    max_num_seqs, budget = _bounds(config, hardware)
+    max_num_seqs, budget = step_limits(config, hardware)
     scheduler = SchedulerConfig(
         policy=config.policy,
         session_order=config.session_order,
@@ -341,13 +344,8 @@ def simulate(
 
     replicas = [replica() for _ in range(config.replicas)]
     arrivals = Arrivals(workload, config, longest_request(hardware, config))
-    requests, routed_to = _run(replicas, arrivals, ROUTING_POLICIES[config.routing_policy](), progress, on_step)
-    records = [
-        RequestRecord(arrival_s=arrival_s, ok=False, slo=arrivals.slo(i))
-        if (metrics := requests[i]) is None
-        else RequestRecord.from_metrics(metrics, ok=metrics.finished_s is not None)
-        for i, arrival_s in enumerate(arrivals.arrival_s.tolist())
-    ]
+    requests, routed_to = _run(replicas, arrivals, ROUTING_POLICIES[config.routing_policy](), progress, on_step, stop)
+    records = [_record(requests[i], arrivals, i) for i in range(arrivals.num_requests)]
     summary = summarize(records)
     stats = [replica.engine.stats() for replica in replicas]
     by_type = collections.Counter[str]()
@@ -426,6 +424,13 @@ def _of_sessions(
     return summarize_sessions(calls, records, took_s)
 
 
+def _record(metrics: RequestMetrics | None, arrivals: Arrivals, index: int) -> RequestRecord:
+    if metrics is None:  # it has not arrived if the run was stopped
+        arrival_s = float(np.nan_to_num(arrivals.arrival_s[index], nan=np.inf))
+        return RequestRecord(arrival_s=arrival_s, ok=False, slo=arrivals.slo(index))
+    return RequestRecord.from_metrics(metrics, ok=metrics.finished_s is not None)
+
+
 def _clairvoyant(retention: str) -> Retention | None:
     name, mark, query = retention.partition("?")
     if name != "clairvoyant":
@@ -471,11 +476,11 @@ def _by_tenant(tenant: NDArray[np.int32] | None, records: Sequence[RequestRecord
     return tuple(counts)
 
 
-def _bounds(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
+def step_limits(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
     """Return (max_num_seqs, max_num_batched_tokens) of a run."""
     programs = hardware.programs
     if programs is None:
-        budget = min(max(2048, hardware.max_model_len), 16384)
+        budget = min(max(2048, config.max_model_len or hardware.max_model_len), 16384)
         return config.max_num_seqs or 256, config.max_num_batched_tokens or budget
     bounds = []
     for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -494,6 +499,7 @@ def _run(
     route: Router,
     progress: Callable[[int, int], None] | None,
     on_step: Callable[[Engine], None] | None,
+    stop: Callable[[RequestRecord], bool] | None,
 ) -> tuple[list[RequestMetrics | None], NDArray[np.int32]]:
     """Serve all requests; return the metrics of each, and the index of the replica that each was routed to."""
     n = arrivals.num_requests
@@ -515,15 +521,19 @@ def _run(
             continue
         before = replica.executor.num_steps
         outputs, rejected = replica.turn()
-        for request in rejected:
-            arrivals.ended(int(request.request_id), replica.now_s)
-        ended += len(rejected)
+        over = [int(request.request_id) for request in rejected]
+        for index in over:
+            arrivals.ended(index, replica.now_s)
         for output in outputs:
             if output.finish_reason is not None:
-                index, ended = int(output.request.request_id), ended + 1
+                index = int(output.request.request_id)
+                over.append(index)
                 metrics[index] = output.metrics
                 finished_s = output.metrics.finished_s
                 arrivals.ended(index, replica.now_s if finished_s is None else finished_s)
+        ended += len(over)
+        if stop is not None and any([stop(_record(metrics[index], arrivals, index)) for index in over]):
+            break
         if on_step is not None and replica.executor.num_steps > before:
             on_step(replica.engine)
         turns += 1

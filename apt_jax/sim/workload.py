@@ -118,7 +118,7 @@ def longest_request(hardware: Hardware, config: SimulationConfig) -> int:
     sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
     pairs = zip(kinds, sizes, strict=True)
     most = max(num_blocks // kind.blocks_per_group * size for kind, size in pairs if kind.offered)
-    return min(hardware.max_model_len, most)
+    return min(config.max_model_len or hardware.max_model_len, most)
 
 
 def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:

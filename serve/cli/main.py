@@ -27,6 +27,7 @@ _COMMANDS = {
     "info": ("serve.cli.commands.info", "print versions, devices, kernels, model and cache, or a server's statistics"),
     "optimal": ("apt_jax.lab.optimal.command", "find the best possible schedule of a few requests"),
     "simulate": ("serve.cli.commands.simulate", "simulate a workload under a policy, on other hardware"),
+    "plan": ("serve.cli.commands.plan", "find how many devices keep latency objectives under a load, by simulation"),
     "policies": ("serve.cli.commands.policies", "list the scheduling policies"),
     "convert": ("serve.cli.commands.convert", "rewrite a model's files as Orbax or safetensors"),
     "calibrate": ("serve.cli.commands.calibrate", "measure step times on this machine"),

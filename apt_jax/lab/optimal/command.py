@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         required=True,
         metavar="FILE",
-        help="CSV file with the columns prompt_tokens, output_tokens and optionally arrival_s, not decreasing (docs/optimal.md)",
+        help="CSV file with the columns prompt_tokens, output_tokens and optionally arrival_s, not decreasing (docs/lab/optimal.md)",
     )
     group = parser.add_argument_group("costs and memory")
     group.add_argument(

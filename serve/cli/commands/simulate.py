@@ -28,6 +28,7 @@ from apt_jax.sim import sessions
 from apt_jax.sim.catalog import OBJECTIVES
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import known_hardware, load_hardware
+from apt_jax.sim.planning import BURST_TTFTS
 from apt_jax.sim.routing import ROUTING_POLICIES
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import EffectiveRate, Store, check_hardware, find_rates, sweep
@@ -38,12 +39,11 @@ from serve.cli.output import objectives, print_table, say_on_stderr, session_row
 from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace left out because they can never fit"
-BURST_TTFTS = 10
-"""A run whose requests all arrive within this many times the TTFT objective counts as a burst, not a sustained rate. If
-there is none, the end-to-end objective takes its place."""
 
 
-def _list_of(kind: Any) -> Any:
+def list_of(kind: Any) -> Any:
+    """Return an argparse type for values of this kind, separated by commas."""
+
     def convert(text: str) -> list[Any]:
         parts = [part.strip() for part in text.split(",")]
         if not all(parts):
@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     default = SimulationConfig().policy
     add("policy", "cache", "hidden_attention", "rho_us", "overlap", "max_num_seqs",
-        "max_num_batched_tokens", "num_blocks", "swap_space", "retention", "session_order",
-        policy={"type": _list_of(str), "default": [default],
+        "max_num_batched_tokens", "max_model_len", "num_blocks", "swap_space", "retention", "session_order",
+        policy={"type": list_of(str), "default": [default],
                 "help": f"one or several of {options.POLICY_HELP} (default: {default}; of apt-jax serve: {SchedulerConfig().policy})"})  # fmt: skip
     group.add_argument(
         "--host-ms", type=float, metavar="MS", default=0.0,
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         end = f" (default: {'none' if name == 'slo_e2e_ms' else '1000'}, or the generated trace's objective)"
         flags.add_request_field(group, name, type=positive(float), default=None, metavar="MS", end=end)
     group = parser.add_argument_group("several runs")
-    group.add_argument("--rates", type=_list_of(positive(float)), metavar="R1,R2,...", help="one run at each rate")
+    group.add_argument("--rates", type=list_of(positive(float)), metavar="R1,R2,...", help="one run at each rate")
     group.add_argument(
         "--find-rate", type=options.share, metavar="SHARE",
         help="find the highest rate at which this share of the requests attains its SLO, e.g. 0.9",
@@ -291,6 +291,7 @@ def _report_rates(
     rows = [(p, f"{r.mean:.2f} ± {r.std:.2f} {unit}") for p, r in zip(policies, rates, strict=True)]
     print_table(f"effective throughput at {100 * args.find_rate:g} % attainment", rows)
     slo = config_of(args).slo
+    # Without a TTFT objective the end-to-end objective takes its place.
     objective_s = slo.ttft_s if math.isfinite(slo.ttft_s) else slo.e2e_s
     for policy, rate in zip(policies, rates, strict=True):
         lasts_s = args.num_requests / rate.mean if rate.mean else math.inf

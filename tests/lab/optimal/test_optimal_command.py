@@ -145,4 +145,4 @@ def test_the_readme_names_the_columns():
     text = (Path(__file__).parents[3] / "README.md").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("apt-jax optimal")]
     assert "prompt_tokens,output_tokens[,arrival_s]" in line
-    assert "(docs/optimal.md)" in text
+    assert "(docs/lab/optimal.md)" in text
