@@ -24,6 +24,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.utils.text_files import read_text
 
 __all__ = [
+    "as_description",
     "known_hardware",
     "load_hardware",
     "save_hardware",
@@ -39,17 +40,23 @@ def save_hardware(hardware: Hardware, path: Path | str) -> None:
         OSError: the file cannot be written.
     """
     path = Path(path)
-    data = {"format": FORMAT_VERSION, **dataclasses.asdict(hardware)}
-    if hardware.hidden_block_size is None:
-        del data["hidden_block_size"]
-    for costs in data["costs"].values():
-        del costs["one_program"]  # given by `programs`
+    data = as_description(hardware)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def as_description(hardware: Hardware) -> dict[str, Any]:
+    """Return the contents of a description file, for JSON."""
+    data = {"format": FORMAT_VERSION, **dataclasses.asdict(hardware)}
+    if hardware.hidden_block_size is None:
+        del data["hidden_block_size"]
+    for costs in data["costs"].values():
+        del costs["one_program"]  # given by `programs`
+    return data
 
 
 def known_hardware() -> list[tuple[str, str, int]]:

@@ -54,7 +54,7 @@ class HttpCompleter:
         try:
             async with self._session.post(self._base + path, json=body) as response:
                 if response.status != 200:
-                    raise _refused(response.status, await response.text(errors="replace"))
+                    raise refused(response.status, await response.text(errors="replace"))
                 async with contextlib.aclosing(_events(response)) as events:
                     async for event in events:
                         for choice in event.get("choices") or ():
@@ -92,13 +92,13 @@ async def open_http(
     """
     base = url.rstrip("/").removesuffix("/v1")
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    connector = aiohttp.TCPConnector(ssl=_tls(tls_ca))
+    connector = aiohttp.TCPConnector(ssl=tls(tls_ca))
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=_TIMEOUT) as session:
         try:
             async with session.get(f"{base}/v1/models") as response:
                 text = await response.text(errors="replace")
             if response.status != 200:
-                raise _refused(response.status, text)
+                raise refused(response.status, text)
             models = json.loads(text)["data"]
             chosen = next((m for m in models if model in (None, m["id"])), None)
             if chosen is None:
@@ -129,7 +129,7 @@ async def speaks_openai(url: str) -> bool:
     return isinstance(answer, dict) and bool({"data", "error"} & answer.keys())
 
 
-def _tls(tls_ca: str | None) -> ssl.SSLContext | bool:
+def tls(tls_ca: str | None) -> ssl.SSLContext | bool:
     if tls_ca is None:
         return True
     try:
@@ -138,7 +138,7 @@ def _tls(tls_ca: str | None) -> ssl.SSLContext | bool:
         raise ConfigError(f"{tls_ca}: cannot be used ({error.strerror or 'no PEM certificate'}) (--tls-ca)") from None
 
 
-def _refused(status: int, text: str) -> Exception:
+def refused(status: int, text: str) -> Exception:
     """Return the exception for an HTTP error response."""
     try:
         error = json.loads(text)["error"]
@@ -169,7 +169,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, 
         except ValueError:
             raise CommandError(f"the server sent data that is not JSON: {data[:60]!r}") from None
         if "error" in event:
-            raise _refused(0, data.decode(errors="replace"))
+            raise refused(0, data.decode(errors="replace"))
         yield event
     raise CommandError("the server ended the response early")
 

@@ -28,6 +28,7 @@ _COMMANDS = {
     "optimal": ("apt_jax.lab.optimal.command", "find the best possible schedule of a few requests"),
     "simulate": ("serve.cli.commands.simulate", "simulate a workload under a policy, on other hardware"),
     "plan": ("serve.cli.commands.plan", "find how many devices keep latency objectives under a load, by simulation"),
+    "whatif": ("serve.cli.commands.whatif", "record a server's arrivals, and simulate other settings on them"),
     "policies": ("serve.cli.commands.policies", "list the scheduling policies"),
     "convert": ("serve.cli.commands.convert", "rewrite a model's files as Orbax or safetensors"),
     "calibrate": ("serve.cli.commands.calibrate", "measure step times on this machine"),

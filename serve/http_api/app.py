@@ -52,6 +52,7 @@ from serve.http_api.openai_response import adapter_cards, model_card
 from serve.http_api.other_paths import hint
 from serve.http_api.responses.store import ResponseStore
 from serve.http_api.tokenization import detokenize, tokenize, tokenizer_info
+from serve.observability.arrivals import BLOCK_TOKENS, description, running_settings
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
 from serve.observability.profiler import Profiler
@@ -114,6 +115,7 @@ class HttpApp:
                 Route("/version", _safely(self._version), methods=["GET"]),
                 Route("/ready", _safely(self._ready), methods=["GET"]),
                 Route("/metrics", _safely(self._scrape), methods=["GET"]),
+                Route("/arrivals", _safely(self._arrivals), methods=["GET"]),
                 Route("/openapi.json", _safely(self._openapi), methods=["GET"]),
                 *batches,
                 *profiling,
@@ -419,6 +421,24 @@ class HttpApp:
         except TimeoutError:
             raise EngineClosedError("the engine does not respond") from None
         return Response(data, headers={"content-type": content_type})
+
+    async def _arrivals(self, request: Request) -> Response:
+        """Return recent arrivals for `apt-jax whatif`; the first question also gets the engine's settings and costs."""
+        require_operator(self._config.keys, _caller(request))
+        given = request.query_params.get("after")
+        if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
+            raise BadCallError(400, "invalid_after", "after must be the `number` of an earlier answer")
+        parts = self._service.engine().parts
+        if self._metrics is None:
+            raise EngineClosedError("the engine has no metrics, which record arrivals")
+        found = self._metrics.arrivals.read(None if given is None else int(given))
+        answer = {"block_tokens": BLOCK_TOKENS, "now_s": parts.clock.now_s(), **found}
+        if given is None:
+            answer |= {
+                "running": running_settings(parts),
+                "hardware": await asyncio.to_thread(description, parts),
+            }
+        return Response(await asyncio.to_thread(json_bytes, answer), media_type="application/json")
 
     async def _on_routing_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

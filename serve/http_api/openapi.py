@@ -221,6 +221,11 @@ def _paths(
             "description": "The metrics.",
             "content": {name: {"schema": STRING} for name in ("text/plain", "application/openmetrics-text")},
         }, 503),
+        "/arrivals": get(
+            "Arrivals", "Lengths and times of recent requests, for operators; recording lasts a minute after each call.",
+            _good("Arrivals"), 400, 503,
+            parameters=[{"name": "after", "in": "query", "required": False, "schema": COUNT, "description": "The `number` of the last answer; without it no requests are returned, but settings and costs."}],
+        ),
         "/openapi.json": get("OpenApi", "This document.", {"description": "OpenAPI 3.1.", "content": {_JSON: {"schema": _OPEN}}}),
         **files,
         **(profiling if profiles else {}),
@@ -567,6 +572,10 @@ def _answers() -> Schema:
         "ServerInfo": closed({
             **dict.fromkeys(("version", "model", "dtype", "scheduling_policy"), STRING), "max_model_len": COUNT,
         }),
+        "Arrivals": closed({
+            "block_tokens": COUNT, "now_s": _NUMBER, "number": COUNT, "lost": COUNT, "requests": many(object_of({})),
+            "running": object_of({}), "hardware": or_null(object_of({})),
+        }, optional=("running", "hardware")),
         "Version": closed({"version": STRING}),
         "Index": closed({"name": STRING, "links": {"type": "object", "additionalProperties": STRING}}),
         "TokenizerInfo": object_of({"tokenizer_class": STRING, "model_max_length": COUNT}),

@@ -24,6 +24,7 @@ from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import Distribution, RequestRecord
 from apt_jax.request import EngineRequest
 from serve.memory_gate import MemoryGate
+from serve.observability.arrivals import ArrivalLog
 from serve.observability.metric_families import ByClass, Families, buckets
 from serve.observability.scrape import Scrape, Sums
 
@@ -72,6 +73,8 @@ class ServerMetrics:
 
     def __init__(self, parts: EngineComponents, memory: MemoryGate | None = None) -> None:
         self._parts, self._memory = parts, memory
+        self.arrivals = ArrivalLog()
+        """Recent arrivals, for operators."""
         self.others: Callable[[Families], Iterable[Metric]] | None = None
         """Function that returns further metrics; None: no further metrics."""
         lens = token_buckets(parts.limits.max_model_len)
@@ -101,6 +104,7 @@ class ServerMetrics:
 
     def ended(self, delta: OutputDelta) -> None:
         """See `apt_jax.frontend.async_engine.Observer`."""
+        self.arrivals.add(delta.request, delta.metrics)
         sums, metrics, of_class = self._sums, delta.metrics, delta.request.slo_class
         times_s = metrics.token_times_s
         if times_s:

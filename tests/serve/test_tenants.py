@@ -285,6 +285,7 @@ HTTP: dict[tuple[str, str], Check] = {
     ("GET", "/health"): shows_nothing(),
     ("GET", "/ready"): shows_nothing(),
     ("GET", "/metrics"): for_operators(),
+    ("GET", "/arrivals"): for_operators(),
     ("GET", "/openapi.json"): shows_nothing(),
     ("POST", "/start_profile"): for_operators({}),
     ("POST", "/stop_profile"): for_operators({}),

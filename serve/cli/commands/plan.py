@@ -41,7 +41,7 @@ _GATEWAY = {"session": "cache_aware", "round_robin": "round_robin", "least_load"
 """Policy of the gateway that is closest to each of the simulator's."""
 
 
-def _slo(text: str) -> SLO:
+def parse_slo(text: str) -> SLO:
     """Parse ``ttft:MS,tbt:MS,e2e:MS``, each at most once; an argparse type."""
     given: dict[str, float] = {}
     for part in text.split(","):
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"file of a trace, as for apt-jax simulate, or one of {', '.join(known_traces())}",
     )  # fmt: skip
     group.add_argument(
-        "--slo", type=_slo, metavar="ttft:MS,tbt:MS,e2e:MS",
+        "--slo", type=parse_slo, metavar="ttft:MS,tbt:MS,e2e:MS",
         help="objectives of each request, in milliseconds; those left out are none (default: the workload's)",
     )  # fmt: skip
     group.add_argument(
@@ -138,9 +138,9 @@ def _base(args: argparse.Namespace, trace: Trace) -> SimulationConfig:
         ways = "--rate or --concurrent-sessions" if of_sessions else "--rate"
         raise ConfigError(f"workload {args.trace:.80} has no arrivals; say how many there are ({ways})")
     lists = ("hardware", "policy", "retention", "session_order", "swap_space")
-    fields = {name: value for name, value in flags.read_options(SimulationConfig, args).items() if name not in lists}
+    fields: dict[str, Any] = {n: v for n, v in flags.read_options(SimulationConfig, args).items() if n not in lists}
     router = args.routing_policy or ("session" if of_sessions else "round_robin")
-    num: dict[str, Any] = {} if args.num_requests else {"num_requests": planning.NUM_REQUESTS}
+    num = {} if args.num_requests else {"num_requests": planning.NUM_REQUESTS}
     config = SimulationConfig(**fields | num | {"routing_policy": router}, slo=slo)
     return config if args.num_sessions or args.num_requests else planning.sized(config, trace)
 
@@ -151,7 +151,9 @@ def _settings(args: argparse.Namespace) -> list[Setting] | None:
     if not any(lists):
         return None
     usual = Setting(policy=SchedulerConfig().policy)
-    values = [given or [default] for given, default in zip(lists, dataclasses.astuple(usual), strict=True)]
+    values: list[list[Any]] = [
+        given or [default] for given, default in zip(lists, dataclasses.astuple(usual), strict=True)
+    ]
     settings = [Setting(policy=p, retention=r, session_order=o, swap_space=s) for p, r, o, s in itertools.product(*values)]  # fmt: skip
     for setting in settings:
         check_policy(setting.policy)
