@@ -38,6 +38,7 @@ from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.workload import Workload
 from apt_jax.utils.cache_dir import write_verified
+from serve.observability.arrivals import description
 from tests.support.cases import num_cases
 from tests.support.paged_driver import BLOCK, CONFIG, PARAMS, few_programs, make_executor
 
@@ -426,6 +427,20 @@ def test_calibrations_of_older_versions_and_other_programs_are_not_read(tmp_path
     before = calibration_path(executor)
     executor.buckets.prefill.insert(0, 8)
     assert calibration_path(executor) != before
+
+
+@pytest.mark.parametrize("mode", ["kv", "hybrid", "hidden"])
+def test_a_server_tells_operators_the_description_of_its_machine(mode: CacheMode, tmp_path: Path) -> None:
+    executor = make_executor(mode)
+    parts: Any = SimpleNamespace(executor=executor, cost_model=MODEL, model_name="tiny")
+    told = description(parts)
+    if mode == "hidden":
+        assert told is None
+        return
+    path = tmp_path / "here.json"
+    path.write_text(json.dumps(told))
+    assert load_hardware("tiny", str(path)) == describe(MODEL, executor, "tiny")
+    assert description(SimpleNamespace(executor=executor, cost_model=None, model_name="tiny")) is None  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("attention", "mode"), [("auto", "absorb"), ("reproject", "reproject")])

@@ -139,9 +139,10 @@ def _base(args: argparse.Namespace, trace: Trace) -> SimulationConfig:
         raise ConfigError(f"workload {args.trace:.80} has no arrivals; say how many there are ({ways})")
     lists = ("hardware", "policy", "retention", "session_order", "swap_space")
     fields: dict[str, Any] = {n: v for n, v in flags.read_options(SimulationConfig, args).items() if n not in lists}
-    router = args.routing_policy or ("session" if of_sessions else "round_robin")
-    num = {} if args.num_requests else {"num_requests": planning.NUM_REQUESTS}
-    config = SimulationConfig(**fields | num | {"routing_policy": router}, slo=slo)
+    if not args.num_requests:
+        fields["num_requests"] = planning.NUM_REQUESTS
+    fields["routing_policy"] = args.routing_policy or ("session" if of_sessions else "round_robin")
+    config = SimulationConfig(**fields, slo=slo)
     return config if args.num_sessions or args.num_requests else planning.sized(config, trace)
 
 

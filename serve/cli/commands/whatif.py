@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from apt_jax.config import SLO
+from apt_jax.config import SLO, SchedulerConfig
 from apt_jax.errors import ConfigError, one_line
 from apt_jax.metrics import Percentiles, Summary
 from apt_jax.sched import check_policy
@@ -145,14 +145,15 @@ def _configs(
     load_hardware(model, hardware, args.tensor_parallel_size)
     slo_ms = running.get("slo_ms", {})
     slo = args.slo or SLO(**{f"{name}_s": value / 1e3 for name, value in slo_ms.items() if value is not None})
-    of_running = {name: running[name] for name in _VARIED if name in running}
+    of_running: dict[str, Any] = {"policy": SchedulerConfig().policy}
+    of_running |= {name: running[name] for name in _VARIED if name in running}
     if not is_own:
         of_running.pop("num_blocks", None)  # the pool of another machine
     base = SimulationConfig(
         model=model, hardware=hardware, num_devices=args.tensor_parallel_size, trace=str(path), seed=args.seed, slo=slo,
         num_requests=load_trace(path).num_requests, hash_block_tokens=running.get("block_tokens", 64),
         drop_too_long=True, hidden_attention=running.get("hidden_attention", "auto") if is_own else "auto",
-        **({"policy": "apt-plus"} | of_running),
+        **of_running,
     )  # fmt: skip
     given = {"policy": args.scheduling_policy, "cache": args.cache, "retention": args.retention,
              "session_order": args.session_order, "num_blocks": args.num_blocks_override, "swap_space": args.swap_space,
