@@ -31,7 +31,7 @@ struct LayerArguments {
   const int32_t *tables, *lens, *first_slots, *second_slots;
   const float *cosine, *sine;  // (rows, half)
   const T *attn_scale, *attn_bias, *ffn_scale, *ffn_bias;
-  WeightsOf<Stored> wqkv, wo, w_up, w_down;
+  WeightsOf<Stored> wqkv, more, wo, w_up, w_down;  // more: the rest of q, k and v, or no outputs
   const T *bqkv, *bo, *b_up, *b_down;
   float eps, offset;
   bool layer_norm, gated;
@@ -83,18 +83,19 @@ template <typename X, bool integers>
 struct LayerRows {
   X* values;
   Group* groups;
-  int64_t width, steps;
-  int zero;
+  int64_t width;
+
+  static int64_t groups_of(int64_t width) { return (width + kGroupInputs - 1) / kGroupInputs; }
 
   static int64_t bytes(int64_t rows, int64_t width) {
-    const int64_t of_groups = integers ? (width + kGroupInputs - 1) / kGroupInputs * sizeof(Group) : 0;
+    const int64_t of_groups = integers ? groups_of(width) * sizeof(Group) : 0;
     return rows * (round_up(width * sizeof(X), 64) + of_groups) + 128;
   }
 
   // Rounds `count` values of a row, from `first`, a multiple of the group size, on.
   void round(int64_t row, int64_t first, int64_t count) const {
     if constexpr (integers)
-      round_row(values + row * width + first, count, zero, groups + row * steps + first / kGroupInputs);
+      round_row(values + row * width + first, count, groups + row * groups_of(width) + first / kGroupInputs);
     else
       (void)row, (void)first, (void)count;
   }
@@ -121,16 +122,12 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
                                        Rows::bytes(a.rows, queries) + Rows::bytes(a.rows, a.ffn));
   const auto take = [&memory](int64_t bytes) { return std::exchange(memory, memory + round_up(bytes, 64)); };
   auto* sums = reinterpret_cast<float*>(take(a.rows * all * 4));
-  const auto rows_for = [&](int64_t width, const WeightsOf<Stored>& w) {
-    Rows rows{reinterpret_cast<X*>(take(a.rows * width * sizeof(X))), nullptr, width, w.steps, 0};
-    if constexpr (integers) {
-      rows.groups = reinterpret_cast<Group*>(take(a.rows * w.steps * sizeof(Group)));
-      rows.zero = w.zero();
-    }
+  const auto rows_for = [&](int64_t width) {
+    Rows rows{reinterpret_cast<X*>(take(a.rows * width * sizeof(X))), nullptr, width};
+    if constexpr (integers) rows.groups = reinterpret_cast<Group*>(take(a.rows * Rows::groups_of(width) * sizeof(Group)));
     return rows;
   };
-  const Rows x = rows_for(a.width, a.wqkv), x_ffn = rows_for(a.width, a.w_up), attended = rows_for(queries, a.wo),
-             up = rows_for(a.ffn, a.w_down);
+  const Rows x = rows_for(a.width), x_ffn = rows_for(a.width), attended = rows_for(queries), up = rows_for(a.ffn);
 
   const auto norm = [&](const T* scale, const T* bias, const Rows& out) {
     return [&a, out, scale, bias](int64_t row) {
@@ -141,6 +138,10 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   const Store<float, T> to_sums{sums, all, a.wqkv.scales, nullptr, kNone};
   const auto keep_sums = [&](int64_t row, int64_t first, const float* v) { to_sums(row, first, v, kSums); };
   const auto project = layer_product<T, Stored>(threads, x, a.rows, a.wqkv, false, keep_sums);
+  // Overwrites what the first product stored past its last output.
+  const auto keep_more = [&](int64_t row, int64_t first, const float* v) { to_sums(row, a.wqkv.outputs + first, v, kSums); };
+  const auto& more = a.more.outputs ? a.more : a.wqkv;
+  const auto project_more = layer_product<T, Stored>(threads, x, a.rows, more, false, keep_more);
 
   // If there are fewer rows than threads, heads are split among threads.
   int64_t parts = 1;
@@ -199,13 +200,15 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   Phases phases;
   const double seen = positions_seen(a.lens, 0, a.rows, a.rules.window);
   const auto add_product = [&](const char* name, const auto& product, const auto& w) {
-    const double elements = static_cast<double>(w.blocks * w.steps * kTileElements) * (product.gated ? 2 : 1);
-    double bytes = elements * sizeof(*w.values);
-    if constexpr (integers) bytes = elements / kTileElements * static_cast<double>(w.tile_bytes());
+    const double tiles = static_cast<double>(w.blocks * w.steps) * (product.gated ? 2 : 1);
+    double elements = tiles * kTileElements, bytes = elements * sizeof(*w.values);
+    if constexpr (integers)
+      bytes = tiles * static_cast<double>(w.tile_bytes()), elements *= static_cast<double>(w.groups()) / static_cast<double>(w.steps);
     phases.add(product.tasks(), std::ref(product), name, bytes, 2.0 * a.rows * elements);
   };
   phases.add(a.rows, norm(a.attn_scale, a.attn_bias, x), "norm");
   add_product("product: q, k, v", project, a.wqkv);
+  if (a.more.outputs) add_product("product: v", project_more, more);
   phases.add(a.rows * parts, attend_part, "attention of decode rows", seen * 2 * lanes * sizeof(T), seen * 4 * queries);
   const auto round_attended = [&](int64_t row) { attended.round(row, 0, queries); };
   if (integers && !rounds_parts) phases.add(a.rows, round_attended, "rounding of rows");
@@ -220,12 +223,12 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
                         ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> first_slots,
                         ffi::Buffer<ffi::S32> second_slots, ffi::Buffer<ffi::F32> cosine, ffi::Buffer<ffi::F32> sine,
                         ffi::Buffer<ffi::F32> slopes, ffi::AnyBuffer attn_scale, ffi::AnyBuffer attn_bias, ffi::AnyBuffer wqkv,
-                        ffi::Buffer<ffi::F32> wqkv_scale, ffi::AnyBuffer bqkv, ffi::AnyBuffer wo, ffi::Buffer<ffi::F32> wo_scale,
+                        ffi::Buffer<ffi::F32> wqkv_scale, ffi::AnyBuffer more, ffi::AnyBuffer bqkv, ffi::AnyBuffer wo, ffi::Buffer<ffi::F32> wo_scale,
                         ffi::AnyBuffer bo, ffi::AnyBuffer ffn_scale, ffi::AnyBuffer ffn_bias, ffi::AnyBuffer w_up,
                         ffi::Buffer<ffi::F32> w_up_scale, ffi::AnyBuffer b_up, ffi::AnyBuffer w_down,
                         ffi::Buffer<ffi::F32> w_down_scale, ffi::AnyBuffer b_down, ffi::ResultBuffer<ffi::F32> h_out,
                         ffi::Result<ffi::AnyBuffer> cache_out, int64_t heads, int64_t key_heads, int64_t head_dim, int64_t ffn,
-                        int64_t block_size, float softcap, int64_t window, float eps, float offset, int64_t layer_norm,
+                        int64_t first_outputs, int64_t block_size, float softcap, int64_t window, float eps, float offset, int64_t layer_norm,
                         int64_t gated, int64_t activation) {
   if (cache.element_type() != cache_out->element_type() || cache.size_bytes() != cache_out->size_bytes() ||
       h.size_bytes() != h_out->size_bytes())
@@ -242,22 +245,22 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
   const auto stored = wqkv.element_type();
   if (stored != cache.element_type() && stored != ffi::U8 && stored != ffi::S8)
     return ffi::Error::InvalidArgument("decode_layer: matrices of the cache's type, int8 or tiles of integers");
-  if (wo.element_type() != stored || w_up.element_type() != stored || w_down.element_type() != stored)
+  if ((more.element_count() && more.element_type() != stored) || wo.element_type() != stored || w_up.element_type() != stored || w_down.element_type() != stored)
     return ffi::Error::InvalidArgument("decode_layer: one type for all matrices");
   const auto run = [&](auto* elements, auto* stored) {
     using T = std::remove_pointer_t<decltype(elements)>;
     using Stored = std::remove_const_t<std::remove_pointer_t<decltype(stored)>>;
     ffi::Error error = ffi::Error::Success();
-    const auto weights = [&](ffi::AnyBuffer& w, ffi::Buffer<ffi::F32>& scales, int64_t inputs, int64_t outputs, int64_t halves) {
+    const auto weights = [&](ffi::AnyBuffer& w, const float* scales, int64_t inputs, int64_t outputs, int64_t halves) {
       WeightsOf<Stored> out{};
       if constexpr (kIntegers<Stored>) {
-        const auto found = with_integers(w, floats(scales), inputs, outputs, halves, [&](const IntegerWeights& given) {
+        const auto found = with_integers(w, scales, inputs, outputs, halves, [&](const IntegerWeights& given) {
           out = given;
           return ffi::Error::Success();
         });
         if (found.failure()) error = found;
       } else {
-        out = {static_cast<const Stored*>(w.untyped_data()), floats(scales), outputs, w.dimensions()[0] / halves, w.dimensions()[1]};
+        out = {static_cast<const Stored*>(w.untyped_data()), scales, outputs, w.dimensions()[0] / halves, w.dimensions()[1]};
       }
       return out;
     };
@@ -272,10 +275,11 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
     a.cosine = cosine.typed_data(), a.sine = sine.typed_data();
     a.attn_scale = values_of<T>(attn_scale), a.attn_bias = values_of<T>(attn_bias);
     a.ffn_scale = values_of<T>(ffn_scale), a.ffn_bias = values_of<T>(ffn_bias);
-    a.wqkv = weights(wqkv, wqkv_scale, width, (heads + 2 * key_heads) * head_dim, 1), a.bqkv = values_of<T>(bqkv);
-    a.wo = weights(wo, wo_scale, heads * head_dim, width, 1), a.bo = values_of<T>(bo);
-    a.w_up = weights(w_up, w_up_scale, width, ffn, gated ? 2 : 1), a.b_up = values_of<T>(b_up);
-    a.w_down = weights(w_down, w_down_scale, ffn, width, 1), a.b_down = values_of<T>(b_down);
+    a.wqkv = weights(wqkv, floats(wqkv_scale), width, first_outputs, 1), a.bqkv = values_of<T>(bqkv);
+    if (more.element_count()) a.more = weights(more, nullptr, width, (heads + 2 * key_heads) * head_dim - first_outputs, 1);
+    a.wo = weights(wo, floats(wo_scale), heads * head_dim, width, 1), a.bo = values_of<T>(bo);
+    a.w_up = weights(w_up, floats(w_up_scale), width, ffn, gated ? 2 : 1), a.b_up = values_of<T>(b_up);
+    a.w_down = weights(w_down, floats(w_down_scale), ffn, width, 1), a.b_down = values_of<T>(b_down);
     a.eps = eps, a.offset = offset, a.layer_norm = layer_norm != 0, a.gated = gated != 0;
     a.activation = static_cast<Activation>(activation);
     a.rules = Rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
@@ -315,6 +319,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_layer, decode_layer,
                                   .Arg<ffi::AnyBuffer>()         // its bias (D,), or (0,), as are all biases and scales below
                                   .Arg<ffi::AnyBuffer>()         // tiles for q, k and v
                                   .Arg<ffi::Buffer<ffi::F32>>()  // their scales
+                                  .Arg<ffi::AnyBuffer>()         // tiles of another kind for the rest of them, or (0,)
                                   .Arg<ffi::AnyBuffer>()         // bias
                                   .Arg<ffi::AnyBuffer>()         // tiles of the output projection
                                   .Arg<ffi::Buffer<ffi::F32>>()
@@ -333,6 +338,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_layer, decode_layer,
                                   .Attr<int64_t>("key_heads")
                                   .Attr<int64_t>("head_dim")
                                   .Attr<int64_t>("ffn")
+                                  .Attr<int64_t>("first_outputs")
                                   .Attr<int64_t>("block_size")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window")

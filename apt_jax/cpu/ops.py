@@ -19,6 +19,7 @@ from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
 from apt_jax.ops.weights import (
     Experts,
     IntegerTiles,
+    JoinedMatrix,
     LowRank,
     NormParams,
     PreNormLayer,
@@ -319,7 +320,10 @@ def takes_layer(layer: PreNormLayer, dtype: Any, pool_dtype: Any) -> bool:
     conditions, the two dtypes must be equal, and all weights must be in tiles of the same type and dtype."""
     if dtype != pool_dtype:
         return False
-    matrices = (layer.wqkv, layer.wo, layer.w_up, layer.w_down)
+    first, *more = layer.wqkv.parts if isinstance(layer.wqkv, JoinedMatrix) else (layer.wqkv,)
+    if len(more) > 1:
+        return False
+    matrices = (first, *more, layer.wo, layer.w_up, layer.w_down)
     offered = dtype == jnp.float32 or (dtype == jnp.bfloat16 and not build.has_tiles())
     if not (offered and layer.activation in _ACTIVATIONS and _are_tiles(matrices)):
         return False
@@ -363,13 +367,15 @@ def decode_layer(
 
     no_turns = jnp.zeros((0, 0), jnp.float32)
     rules = rules or LogitModifiers()
+    first, *more = layer.wqkv.parts if isinstance(layer.wqkv, JoinedMatrix) else (layer.wqkv,)
     out = (jax.ShapeDtypeStruct(h.shape, h.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     h, pool = jax.ffi.ffi_call("apt_decode_layer", out, input_output_aliases={1: 0, 2: 1})(
         _live(live), h, pool, tables, lens, *slots, *(cos_sin or (no_turns, no_turns)), _or_empty(rules.slopes),
-        *norm(layer.attn_norm), *matrix(layer.wqkv), given(layer.bqkv), *matrix(layer.wo), given(layer.bo),
+        *norm(layer.attn_norm), *matrix(first), more[0].values if more else given(None), given(layer.bqkv),
+        *matrix(layer.wo), given(layer.bo),
         *norm(layer.ffn_norm), *matrix(layer.w_up), given(layer.b_up), *matrix(layer.w_down), given(layer.b_down),
         heads=np.int64(layer.num_heads), key_heads=np.int64(layer.num_kv_heads), head_dim=np.int64(layer.head_dim),
-        ffn=np.int64(layer.w_down.shape[1]), eps=np.float32(layer.norm_eps), offset=np.float32(layer.norm_offset),
+        ffn=np.int64(layer.w_down.shape[1]), first_outputs=np.int64(first.shape[0]), eps=np.float32(layer.norm_eps), offset=np.float32(layer.norm_offset),
         layer_norm=np.int64(layer.norm == "layer"), gated=np.int64(layer.gated),
         activation=np.int64(_ACTIVATIONS[layer.activation]), **_attributes(block_size, rules),
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Inputs and static settings of one decoder step, and the products and norms that its parts share."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int32
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.sharding import TensorParallel
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.ops.weights import FLAT_MATRICES, NormParams, QuantizedMatrix
+from apt_jax.ops.weights import FLAT_MATRICES, JoinedMatrix, NormParams, QuantizedMatrix
 
 
 @jax.tree_util.register_dataclass
@@ -135,6 +136,11 @@ def apply_dense(
 ) -> Float[Array, "T O"]:
     """Return `activate(x @ w.T + b)` in `dtype`, computed by `product`; w (O, I) is an array or one of
     `FLAT_MATRICES`."""
+    if isinstance(w, JoinedMatrix):
+        cuts = list(itertools.accumulate(part.shape[0] for part in w.parts[:-1]))
+        biases = [None] * len(w.parts) if b is None else jnp.split(b, cuts)
+        parts = zip(w.parts, biases, strict=True)
+        return jnp.concatenate([apply_dense(x, part, bias, product, activation, dtype) for part, bias in parts], axis=1)
     return product(x, *product_args(w), bias=b, activation=activation, dtype=dtype)
 
 

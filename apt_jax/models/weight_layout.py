@@ -1,6 +1,7 @@
 """Layouts of a model's weights that make products faster: fused projections, and tiles for CPUs."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from apt_jax.ops.weights import (
     Experts,
     GroupedMatrix,
     IntegerTiles,
+    JoinedMatrix,
     PreNormLayer,
     QuantizedMatrix,
     TiledMatrix,
@@ -23,16 +25,13 @@ from apt_jax.ops.weights import (
 
 def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
     """Join q, k and v of every layer into one matrix, and gate and up into another: CPUs compute one wide product in
-    less than half the time of three. Integer matrices of different kinds are not joined.
+    less than half the time of three. Integer matrices of different kinds are joined only for q, k and v, as a
+    `JoinedMatrix`.
 
     Args:
         keep: also keep wq, wk and wv: hidden rows need only q, and absorption needs wk and wv separately. The copies
             add a quarter to the layers' memory (less with grouped queries).
     """
-
-    def joins(*leaves: Any) -> bool:
-        kinds = {w.kind if isinstance(w, GroupedMatrix) else None for w in leaves}
-        return len(kinds) == 1
 
     def join(*leaves: Any) -> Any:
         if leaves[0] is None:
@@ -47,7 +46,7 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
         return jnp.concatenate([w.reshape(-1, *w.shape[2:]) for w in leaves])
 
     def fused(layer: LayerParams) -> LayerParams:
-        if joins(layer.wq, layer.wk, layer.wv):
+        if len({type(w) for w in (layer.wq, layer.wk, layer.wv)}) == 1:
             layer = dataclasses.replace(
                 layer,
                 wqkv=join_heads(layer.wq, layer.wk, layer.wv),
@@ -55,7 +54,7 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
             )
             if not keep:
                 layer = dataclasses.replace(layer, wq=None, wk=None, wv=None, bq=None, bk=None, bv=None)
-        if layer.w_gate is None or not joins(layer.w_gate, layer.w_up):
+        if layer.w_gate is None or len({getattr(w, "kind", None) for w in (layer.w_gate, layer.w_up)}) > 1:
             return layer
         biases = join(layer.b_gate, layer.b_up)
         return dataclasses.replace(
@@ -68,15 +67,13 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
     return dataclasses.replace(params, layers=tuple(fused(layer) for layer in params.layers))
 
 
-def join_groups(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
-    """Join the outputs of several matrices of one kind into one matrix."""
-    outputs = sum(w.values.shape[0] for w in matrices)
-
-    def join(*parts: Any) -> Array:
-        return jnp.concatenate(parts)
-
-    parts = [dataclasses.replace(w, shape=(outputs, w.shape[-1])) for w in matrices]
-    return jax.tree.map(join, *parts)
+def join_groups(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix | JoinedMatrix:
+    """Join the outputs of several matrices into one matrix."""
+    parts = []
+    for kind, of_kind in itertools.groupby(matrices, lambda w: w.kind):
+        blocks = jnp.concatenate([w.blocks for w in of_kind])
+        parts.append(GroupedMatrix(blocks=blocks, kind=kind, shape=(blocks.shape[0], matrices[0].shape[-1])))
+    return parts[0] if len(parts) == 1 else JoinedMatrix(parts=tuple(parts))
 
 
 def map_matrices(
@@ -92,6 +89,8 @@ def map_matrices(
     """
 
     def matrix(w: Any) -> Any:
+        if isinstance(w, JoinedMatrix):
+            return JoinedMatrix(parts=tuple(map(change, w.parts)))
         if w is None or not hasattr(w, "ndim"):
             return None if w is None else change(w)
         return change(w.reshape(-1, w.shape[-1]))

@@ -1,6 +1,7 @@
 """Weights in the form that ops take: norms, and matrices that are quantized or laid out in tiles."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int32, Shaped
+
+from apt_jax.ops.blocks import BLOCK_KINDS, GROUP, INT8, BlockKind, Blocks, rows_of_tiles, tiles_of, unpack
 
 
 @jax.tree_util.register_dataclass
@@ -99,52 +102,25 @@ class TiledMatrix:
     """(O, I)"""
 
 
-GROUP = 32
-"""Number of inputs that share a scale in a `GroupedMatrix`."""
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatrix:
-    """A matrix of integers with a scale for every 32 inputs of an output, as in GGUF files. A weight is `values * scale
-    + minimum` if there are minima, otherwise `(values - 8) * scale` for four-bit values and `values * scale` for
-    eight-bit values."""
+    """A matrix of integers in blocks of inputs with scales of their own, as in GGUF files; see `ops.blocks`."""
 
-    values: Any
-    """(O, I / 32, 32) int8, or (O, I / 32, 16) uint8 with two four-bit values per byte: inputs 0 to 15 of a group in
-    the low halves and 16 to 31 in the high halves"""
-    scale: Any
-    """(O, I / 32) float16"""
-    minimum: Any
-    """(O, I / 32) float16 or None"""
+    blocks: Any
+    """(O, blocks of a row, bytes of a block) uint8, as in the file"""
+    kind: str = dataclasses.field(metadata={"static": True})
+    """Quantization type, a key of `BLOCK_KINDS`"""
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     """(O, I), or (..., I) with leading axes whose product is O"""
 
-    @property
-    def kind(self) -> tuple[int, bool]:
-        """Number of bits of a value, and True if there are minima; matrices of the same kind can be joined."""
-        return 8 if self.values.shape[-1] == GROUP else 4, self.minimum is not None
-
     def dequantized(self, dtype: Any) -> Float[Array, "O I"]:
         """Return the weights that the integers represent, in `dtype`."""
-        return _grouped_rows(self.values, self.scale, self.minimum).astype(dtype)
+        return unpack(self.kind, self.blocks).numbers().astype(dtype)
 
     def rows(self, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
         """Return rows of the dequantized matrix, float32."""
-        return _grouped_rows(self.values[rows], self.scale[rows], None if self.minimum is None else self.minimum[rows])
-
-
-def _grouped_rows(values: Array, scale: Array, minimum: Array | None) -> Array:
-    """Dequantize groups (T, I / 32, 16 or 32) to rows (T, I) of float32."""
-    if values.shape[-1] != GROUP:
-        values = jnp.concatenate([values & 15, values >> 4], axis=-1)
-    numbers = values.astype(jnp.float32)
-    if values.dtype == jnp.uint8 and minimum is None:
-        numbers = numbers - 8
-    out = numbers * scale.astype(jnp.float32)[..., None]
-    if minimum is not None:
-        out = out + minimum.astype(jnp.float32)[..., None]
-    return out.reshape(values.shape[0], -1)
+        return unpack(self.kind, self.blocks[rows]).numbers()
 
 
 @jax.tree_util.register_dataclass
@@ -153,72 +129,58 @@ class IntegerTiles:
     """A `GroupedMatrix` or `QuantizedMatrix` laid out in tiles for integer products on CPUs."""
 
     values: Any
-    """(O / 16, I / 32, B) uint8: tiles of 16 outputs and 32 inputs in `B` bytes. In grouped matrices a tile begins with
-    the scales of its outputs, followed by their minima if there are any, in float16. Then 64-byte words follow, each
-    with four inputs of all 16 outputs as unsigned values. For 4-bit values, the low nibbles of word i hold inputs 4 i
-    to 4 i + 3 and the high nibbles hold inputs 4 i + 16 to 4 i + 19. int8 values are stored with 128 added."""
+    """(O / 16, blocks of a row, bytes of a tile) uint8: tiles of 16 outputs and the inputs of a block. Scales of the
+    outputs come first, then their minima if there are any, in float16. In K-quants the integers that multiply them
+    follow, 16 bytes for one of a group, then zeros up to a multiple of 64 bytes. Then 64-byte words follow, each with
+    four inputs of all 16 outputs: eight words for a group of 8-bit values, to which 128 was added if they had signs.
+    With fewer bits, the low nibbles of a group's word i hold inputs 4 i to 4 i + 3 and the high nibbles hold inputs
+    4 i + 16 to 4 i + 19. One more word has the fifth bits, in the order of the words for 8 bits: bit i of its bytes is
+    of word i; two more words have the fifth and sixth bits, two bits for each word."""
     scale: Any
     """(O,) float32 scale of a `QuantizedMatrix`, otherwise None"""
+    kind: BlockKind = dataclasses.field(metadata={"static": True})
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     """(O, I)"""
 
     def rows(self, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
         """Return rows of the matrix, float32."""
-        count = rows.shape[0]
-        _, steps, size = self.values.shape
-        head = 64 if size == _BYTES_WITH_MINIMA else size % 64
-        words = (size - head) // 64
-
-        def bytes_at(places: Array) -> Array:
-            """Return the bytes (T, steps, n) at offsets `places` (T, n) in the tiles of every row."""
-            return self.values[(rows // 16)[:, None, None], jnp.arange(steps)[None, :, None], places[:, None, :]]
-
-        def halves(start: int) -> Array:
-            two = bytes_at(start + (rows % 16)[:, None] * 2 + jnp.arange(2)[None])
-            return lax.bitcast_convert_type(two, jnp.float16)
-
-        byte = jnp.arange(words * 4)[None]
-        values = bytes_at(head + (rows % 16)[:, None] * 4 + byte // 4 * 64 + byte % 4)
-        if words == 8:
-            values = lax.bitcast_convert_type(values ^ 128, jnp.int8)
-        if self.scale is None:
-            minimum = halves(32) if head == 64 else None
-            return _grouped_rows(values, halves(0), minimum)[:count, : self.shape[1]]
-        out = values.astype(jnp.float32) * self.scale[rows].astype(jnp.float32)[:, None, None]
-        return out.reshape(count, -1)[:, : self.shape[1]]
-
-
-_BYTES_WITH_MINIMA = 64 + 256
+        out = rows_of_tiles(self.kind, self.values, rows).numbers()[:, : self.shape[1]]
+        return out if self.scale is None else out * self.scale[rows].astype(jnp.float32)[:, None]
 
 
 def tile_integers(w: GroupedMatrix | QuantizedMatrix) -> IntegerTiles:
     """Return an integer matrix in the tiled layout."""
     if isinstance(w, QuantizedMatrix):
-        groups = jnp.pad(w.values, ((0, 0), (0, -w.values.shape[1] % GROUP)))
-        tiles = _tiles(groups.reshape(groups.shape[0], -1, GROUP), None, None)
-        return IntegerTiles(values=tiles, scale=w.scale, shape=(w.shape[0], w.shape[1]))
+        return IntegerTiles(values=_tiles_of_int8(w.values), scale=w.scale, kind=INT8, shape=(w.shape[0], w.shape[1]))
     shape = (math.prod(w.shape[:-1]), w.shape[-1])
-    return IntegerTiles(values=_tiles(w.values, w.scale, w.minimum), scale=None, shape=shape)
+    return IntegerTiles(values=_tiles(w.kind, w.blocks), scale=None, kind=BLOCK_KINDS[w.kind], shape=shape)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _tiles(kind: str, blocks: Array) -> Array:
+    return tiles_of(unpack(kind, blocks))
 
 
 @jax.jit
-def _tiles(values: Array, scale: Array | None, minimum: Array | None) -> Array:
-    outputs, steps, size = values.shape
-    blocks = -(-outputs // 16)
+def _tiles_of_int8(values: Array) -> Array:
+    outputs, inputs = values.shape
+    values = jnp.pad(lax.bitcast_convert_type(values, jnp.uint8) ^ 128, ((0, 0), (0, -inputs % GROUP)), constant_values=128)
+    groups = values.reshape(outputs, -1, 1, GROUP)
+    return tiles_of(Blocks(INT8, jnp.zeros((*groups.shape[:2], 0), jnp.float16), None, groups))
 
-    def padded(a: Array) -> Array:
-        a = jnp.pad(a, ((0, blocks * 16 - outputs), *([(0, 0)] * (a.ndim - 1))))
-        return a.reshape(blocks, 16, *a.shape[1:])
 
-    if values.dtype == jnp.int8:
-        values = lax.bitcast_convert_type(values, jnp.uint8) ^ 128
-    words = padded(values).reshape(blocks, 16, steps, size // 4, 4).transpose(0, 2, 3, 1, 4)
-    parts = [words.reshape(blocks, steps, -1)]
-    for halves in (minimum, scale):
-        if halves is not None:
-            two = lax.bitcast_convert_type(padded(halves).transpose(0, 2, 1), jnp.uint8)
-            parts.insert(0, two.reshape(blocks, steps, 32))
-    return jnp.concatenate(parts, axis=-1)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinedMatrix:
+    """The outputs of several integer matrices of different kinds, one after another."""
+
+    parts: tuple[Any, ...]
+    """`GroupedMatrix` or `IntegerTiles`, two or more"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)"""
+        return sum(w.shape[0] for w in self.parts), self.parts[0].shape[1]
 
 
 @jax.tree_util.register_dataclass
@@ -230,7 +192,7 @@ class PreNormLayer:
 
     attn_norm: NormParams
     wqkv: Any
-    """((N + 2K) * H, D): q, k and v as one matrix"""
+    """((N + 2K) * H, D): q, k and v as one matrix, or a `JoinedMatrix`"""
     bqkv: Any
     """((N + 2K) * H,) or None"""
     wo: Any
@@ -254,7 +216,7 @@ class PreNormLayer:
     norm_offset: float = dataclasses.field(metadata={"static": True})
 
 
-FLAT_MATRICES = (QuantizedMatrix, GroupedMatrix, TiledMatrix, IntegerTiles)
+FLAT_MATRICES = (QuantizedMatrix, GroupedMatrix, TiledMatrix, IntegerTiles, JoinedMatrix)
 """Types of matrices that are not arrays. Their shape is (outputs, inputs), even if the outputs had several axes."""
 
 

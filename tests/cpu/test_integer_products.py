@@ -1,4 +1,4 @@
-"""Products of integers against NumPy: weights of 4 and 8 bits, rows rounded to 8 bits a group of 32 inputs at a time."""
+"""Products of integers against NumPy: weights of 4 to 8 bits, rows rounded to 8 bits a group of 32 inputs at a time."""
 
 import functools
 
@@ -9,9 +9,11 @@ import pytest
 
 from apt_jax.cpu import build, ops
 from apt_jax.ops import linear
+from apt_jax.ops.blocks import BLOCK_KINDS, unpack
 from apt_jax.ops.weights import GroupedMatrix, IntegerTiles, QuantizedMatrix, tile_integers
+from tests.support.grouped import dequantized, random_blocks
 
-KINDS = ("Q4_0", "Q4_1", "Q8_0", "int8")
+KINDS = (*BLOCK_KINDS, "int8")
 # Rows, width, outputs: one row; all sizes of a batch; rows of two tasks; outputs that end in a tile; many groups.
 SHAPES = [
     (1, 576, 96),
@@ -41,16 +43,15 @@ def _matrix(kind: str, outputs: int, width: int) -> tuple[Matrix, IntegerTiles]:
             scale=jnp.asarray(rng.random(outputs) / 40, jnp.float32),
         )
         return w, tile_integers(w)
-    groups = width // 32
-    if kind == "Q8_0":
-        values = jnp.asarray(rng.integers(-128, 128, (outputs, groups, 32)), jnp.int8)
-    else:
-        values = jnp.asarray(rng.integers(0, 256, (outputs, groups, 16)), jnp.uint8)
-    scale = rng.standard_normal((outputs, groups)) / 40
-    scale.flat[::7] *= 2.0**-18  # below the normal numbers of float16
-    minimum = jnp.asarray(rng.standard_normal((outputs, groups)) / 4, jnp.float16) if kind == "Q4_1" else None
-    w = GroupedMatrix(values=values, scale=jnp.asarray(scale, jnp.float16), minimum=minimum, shape=(outputs, width))
+    blocks = jnp.asarray(random_blocks((outputs, width), kind, outputs))
+    w = GroupedMatrix(blocks=blocks, kind=kind, shape=(outputs, width))
     return w, tile_integers(w)
+
+
+def _width(kind: str, least: int) -> int:
+    """Width of whole blocks."""
+    inputs = 32 if kind == "int8" else BLOCK_KINDS[kind].inputs
+    return -(-least // inputs) * inputs
 
 
 def _x(rows: int, width: int, dtype: str) -> jax.Array:
@@ -64,14 +65,7 @@ def _weights(w: Matrix) -> np.ndarray:
     """Weights (O, I) from the definition of the integers, float64."""
     if isinstance(w, QuantizedMatrix):
         return np.asarray(w.values, np.float64) * np.asarray(w.scale, np.float64)[:, None]
-    values = np.asarray(w.values)
-    if values.dtype == np.uint8:
-        values = np.concatenate([values & 15, values >> 4], axis=-1).astype(np.float64)
-        values -= 8 if w.minimum is None else 0
-    out = values * np.asarray(w.scale, np.float64)[..., None]
-    if w.minimum is not None:
-        out += np.asarray(w.minimum, np.float64)[..., None]
-    return out.reshape(out.shape[0], -1)
+    return dequantized(np.asarray(w.blocks), w.kind).astype(np.float64)
 
 
 def _rounded(x: jax.Array) -> np.ndarray:
@@ -89,7 +83,7 @@ def _rounded(x: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_rounded_rows(kind: str, shape: tuple[int, int, int], dtype: str) -> None:
-    rows, width, outputs = shape
+    rows, width, outputs = shape[0], _width(kind, shape[1]), shape[2]
     w, tiles = _matrix(kind, outputs, width)
     x = _x(rows, width, dtype)
     actual = np.asarray(jax.jit(ops.dense)(x, tiles), np.float64)
@@ -100,8 +94,8 @@ def test_products_are_those_of_rounded_rows(kind: str, shape: tuple[int, int, in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_near_those_of_rows_as_they_are(kind: str) -> None:
-    w, tiles = _matrix(kind, 96, 576)
-    x = _x(9, 576, "float32")
+    w, tiles = _matrix(kind, 96, _width(kind, 576))
+    x = _x(9, w.shape[1], "float32")
     exact = np.asarray(x, np.float64) @ _weights(w).T
     error = np.asarray(ops.dense(x, tiles)) - exact
     assert np.linalg.norm(error) < 0.01 * np.linalg.norm(exact)
@@ -109,8 +103,8 @@ def test_products_are_near_those_of_rows_as_they_are(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_products_widen_the_integers(kind: str) -> None:
-    w, _ = _matrix(kind, 50, 96)
-    x = _x(3, 96, "float32")
+    w, _ = _matrix(kind, 50, _width(kind, 96))
+    x = _x(3, w.shape[1], "float32")
     arguments = (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)
     actual = np.asarray(jax.jit(linear.dense)(x, *arguments))
     np.testing.assert_allclose(actual, np.asarray(x, np.float64) @ _weights(w).T, rtol=1e-5, atol=1e-4)
@@ -124,9 +118,16 @@ def test_int8_takes_any_number_of_inputs(width: int) -> None:
     np.testing.assert_allclose(np.asarray(ops.dense(x, tiles)), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_the_numbers_of_blocks_are_those_that_the_library_reads(kind: str) -> None:
+    blocks = random_blocks((70, 512), kind, 1)
+    actual = jax.jit(lambda b: unpack(kind, b).numbers())(jnp.asarray(blocks))
+    np.testing.assert_array_equal(np.asarray(actual), dequantized(blocks, kind))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_tiles_are_the_weights(kind: str) -> None:
-    w, tiles = _matrix(kind, 50, 96)
+    w, tiles = _matrix(kind, 50, _width(kind, 96))
     rows = jnp.asarray([0, 49, 17, 17, 31], jnp.int32)
     np.testing.assert_array_equal(
         np.asarray(jax.jit(IntegerTiles.rows)(tiles, rows)), _weights(w)[rows].astype(np.float32)
@@ -138,8 +139,8 @@ def test_rows_of_tiles_are_the_weights(kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_gives_the_same_bits_in_any_company(kind: str, dtype: str) -> None:
-    _, tiles = _matrix(kind, 130, 96)
-    x = _x(21, 96, dtype)
+    _, tiles = _matrix(kind, 130, _width(kind, 96))
+    x = _x(21, tiles.shape[1], dtype)
     together = np.asarray(jax.jit(ops.dense)(x, tiles))
     for count in (1, 2, 3, 5, 8, 13):
         alone = np.asarray(jax.jit(ops.dense)(x[4 : 4 + count], tiles))
@@ -149,8 +150,8 @@ def test_a_row_gives_the_same_bits_in_any_company(kind: str, dtype: str) -> None
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu_tanh", "gelu"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bias_and_activation_follow(kind: str, activation: str | None) -> None:
-    _, tiles = _matrix(kind, 50, 96)
-    x, bias = _x(3, 96, "float32"), jnp.linspace(-1, 1, 50)
+    _, tiles = _matrix(kind, 50, _width(kind, 96))
+    x, bias = _x(3, tiles.shape[1], "float32"), jnp.linspace(-1, 1, 50)
     expected = ops.dense(x, tiles) + bias[None]
     if activation is not None:
         expected = linear.activate(expected, activation)
@@ -166,7 +167,7 @@ def test_bias_and_activation_follow(kind: str, activation: str | None) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_argmax_is_that_of_written_products(kind: str, shape: tuple[int, int, int], dtype: str) -> None:
-    rows, width, outputs = shape
+    rows, width, outputs = shape[0], _width(kind, shape[1]), shape[2]
     _, tiles = _matrix(kind, outputs, width)
     x = _x(rows, width, dtype)
     tokens, trusted = jax.jit(ops.dense_argmax)(x, tiles)
@@ -177,8 +178,8 @@ def test_argmax_is_that_of_written_products(kind: str, shape: tuple[int, int, in
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_stays_in_its_row(kind: str, dtype: str) -> None:
-    _, tiles = _matrix(kind, 50, 96)
-    clean = _x(6, 96, dtype)
+    _, tiles = _matrix(kind, 50, _width(kind, 96))
+    clean = _x(6, tiles.shape[1], dtype)
     x = clean.at[1, 3].set(jnp.nan).at[4, 95].set(-jnp.inf)
     out = np.asarray(ops.dense(x, tiles))
     assert np.isnan(out[[1, 4]]).all()
@@ -203,8 +204,8 @@ def test_rows_of_any_size_are_rounded() -> None:
 @pytest.mark.parametrize("outputs", [32, 160, 192])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_equals_its_parts(kind: str, outputs: int, activation: str, dtype: str) -> None:
-    _, tiles = _matrix(kind, outputs, 64)
-    x = _x(11, 64, dtype)
+    _, tiles = _matrix(kind, outputs, _width(kind, 64))
+    x = _x(11, tiles.shape[1], dtype)
     both = np.asarray(ops.dense(x, tiles), np.float32)
     gate, up = both[:, : outputs // 2], both[:, outputs // 2 :]
     expected = np.asarray(linear.activate(jnp.asarray(gate), activation)) * up
@@ -217,8 +218,8 @@ def test_gated_equals_its_parts(kind: str, outputs: int, activation: str, dtype:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_not_live_are_zeros(kind: str) -> None:
-    _, tiles = _matrix(kind, 64, 96)
-    x, live = _x(9, 96, "float32"), jnp.int32(4)
+    _, tiles = _matrix(kind, 64, _width(kind, 96))
+    x, live = _x(9, tiles.shape[1], "float32"), jnp.int32(4)
     whole = np.asarray(ops.dense(x, tiles))
     out = np.asarray(ops.dense(x, tiles, live=live))
     np.testing.assert_array_equal(out[:4], whole[:4])

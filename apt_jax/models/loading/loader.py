@@ -51,6 +51,7 @@ from apt_jax.models.loading.resolve import (
     resolve_model,
 )
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, is_matrix, param_names
+from apt_jax.ops.blocks import BLOCK_KINDS
 from apt_jax.ops.weights import GroupedMatrix
 
 LeafSharding = Callable[[ModelConfig, str], jax.sharding.Sharding | None]
@@ -351,15 +352,12 @@ def _grouped(checkpoint: Checkpoint, leaf: _Leaf) -> GroupedMatrix:
     assert leaf.stored is not None
     assert leaf.source is not None
     assert isinstance(checkpoint, GgufCheckpoint)
-    values, scale, minimum = checkpoint.groups(leaf.stored)
+    blocks = checkpoint.blocks(leaf.stored)
     if leaf.source.take is not None:  # only some of the rows, which `take` selects
-        numbers = np.broadcast_to(np.arange(values.shape[0])[:, None], leaf.source.shape)
-        rows = leaf.source.take(numbers)[..., 0].reshape(-1)
-        values, scale, minimum = values[rows], scale[rows], None if minimum is None else minimum[rows]
-    outputs = values.shape[0]
-    shape = leaf.shape if leaf.shape[-1] == leaf.source.shape[-1] else (outputs, leaf.source.shape[-1])
-    minima = None if minimum is None else _put(minimum, None)
-    return GroupedMatrix(values=_put(values, None), scale=_put(scale, None), minimum=minima, shape=shape)
+        numbers = np.broadcast_to(np.arange(blocks.shape[0])[:, None], leaf.source.shape)
+        blocks = blocks[leaf.source.take(numbers)[..., 0].reshape(-1)]
+    shape = leaf.shape if leaf.shape[-1] == leaf.source.shape[-1] else (blocks.shape[0], leaf.source.shape[-1])
+    return GroupedMatrix(blocks=_put(blocks, None), kind=checkpoint.tensors[leaf.stored].dtype, shape=shape)
 
 
 def _load_params(
@@ -379,7 +377,7 @@ def _load_params(
     saved = sum(n * dtype.itemsize - n * info.num_bytes // math.prod(info.shape) for n, info in sizes)
     _check_memory(config, dtype, sharding, saved)
     if keep_integers and not grouped:
-        _logger.warning("%s: has no matrix in Q4_0, Q4_1 or Q8_0; all weights are converted to %s", path, dtype.name)
+        _logger.warning("%s: has no matrix in %s; all weights are converted to %s", path, ", ".join(BLOCK_KINDS), dtype.name)
     if tied_head is not None:
         embed = next(leaf.stored for leaf in leaves if leaf.leaf == "embed")
         assert embed is not None
@@ -474,8 +472,8 @@ def load_model(
             `config.dtype` are not copied.
 
     Returns:
-        The model. All its parameters are in `config.dtype`, but with `quantization="gguf"` every matrix stored as Q4_0,
-        Q4_1 or Q8_0 is a `GroupedMatrix`.
+        The model. All its parameters are in `config.dtype`, but with `quantization="gguf"` every matrix stored as one of
+        `BLOCK_KINDS` is a `GroupedMatrix`.
 
     Raises:
         ModelLoadError: one line that names the file or field and the reason.

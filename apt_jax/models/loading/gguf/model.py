@@ -19,21 +19,7 @@ from apt_jax.models.loading.checkpoint import TensorInfo, join_chunks
 from apt_jax.models.loading.gguf.fields import architecture_of, gguf_fields
 from apt_jax.models.loading.gguf.file import GgufFile
 from apt_jax.models.loading.gguf.names import ROPE_TENSORS, hf_name
-
-
-@dataclasses.dataclass(frozen=True)
-class _Grouped:
-    """A quantization type with blocks of 32 values: a scale, a minimum if the type has one, and the values."""
-
-    has_minimum: bool
-    dtype: type[np.generic]
-
-
-_GROUPED = {
-    "Q4_0": _Grouped(has_minimum=False, dtype=np.uint8),
-    "Q4_1": _Grouped(has_minimum=True, dtype=np.uint8),
-    "Q8_0": _Grouped(has_minimum=False, dtype=np.int8),
-}
+from apt_jax.ops.blocks import BLOCK_KINDS
 
 
 def _split_halves(values: np.ndarray, heads: int) -> np.ndarray:
@@ -90,29 +76,25 @@ class GgufCheckpoint:
             yield chunk - np.asarray(1, chunk.dtype) if add_one else chunk
 
     def is_grouped(self, name: str) -> bool:
-        """True if `groups` can return the tensor."""
+        """True if `blocks` can return the tensor."""
         info = self.tensors[name]
-        return info.dtype in _GROUPED and len(info.shape) == 2 and not self._transposed(self._inner[name])
+        return info.dtype in BLOCK_KINDS and len(info.shape) == 2 and not self._transposed(self._inner[name])
 
-    def groups(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return values, scales and minima of a matrix in the layout of `ops.weights.GroupedMatrix`, with outputs in
-        Hugging Face's order.
+    def blocks(self, name: str) -> np.ndarray:
+        """Return the blocks of a matrix in the layout of `ops.weights.GroupedMatrix`, with outputs in Hugging Face's
+        order.
 
         Raises:
             ModelLoadError: the file cannot be read, was truncated, or holds scales that are not finite.
         """
-        inner = self._inner[name]
-        blocks = self._file.blocks(inner)
-        blocks = blocks[self._in_order(name, np.arange(blocks.shape[0]))]
-        kind = _GROUPED[self.tensors[name].dtype]
-        head = 4 if kind.has_minimum else 2
-        halves = np.ascontiguousarray(blocks[..., :head]).view(np.dtype("<f2")).astype(np.float16)
-        if not np.isfinite(halves).all():
+        blocks = self._file.blocks(self._inner[name])
+        kind = BLOCK_KINDS[self.tensors[name].dtype]
+        floats = blocks[..., kind.floats_at : kind.floats_at + 2 * kind.floats]
+        if not np.isfinite(np.ascontiguousarray(floats).view(np.dtype("<f2"))).all():
             raise ModelLoadError(
                 f"{self._file.path}: tensor {name!r} holds NaN or infinite values; the file is damaged"
             )
-        values = np.ascontiguousarray(blocks[..., head:]).view(kind.dtype)
-        return values, halves[..., 0], halves[..., 1] if kind.has_minimum else None
+        return blocks[self._in_order(name, np.arange(blocks.shape[0]))]
 
     def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
         inner = self._inner[name]
