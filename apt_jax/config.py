@@ -239,7 +239,7 @@ class EngineConfig:
         None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out to keep weights as they are"
     )
     """Store weights as integers: int8 (1 byte per weight; needs the extra int8), or on one device gguf, which keeps
-    Q4_0, Q4_1 and Q8_0 weights of a GGUF file as integers (0.56 to 1.06 bytes per weight); the cache keeps its dtype
+    the weights of a GGUF file as integers (0.56 to 1.06 bytes per weight); the cache keeps its dtype
     (default: no quantization; docs/models.md)."""
     lora_modules: Mapping[str, str] | None = None
     """LoRA adapters that requests may select as their model, as a map from names to directories in PEFT format; all are

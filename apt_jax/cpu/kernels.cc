@@ -7,7 +7,7 @@
 //   linear_vector.cc    in vector registers
 //   linear_heads.cc     every head times a separate matrix
 //   linear_experts.cc   each row times the matrices of a few experts
-//   linear_integer.cc   with 4-bit or 8-bit weights, as integers
+//   linear_integer.cc   with weights of 4 to 8 bits, as integers
 //   low_rank.cc         additions of adapters to products
 //   elementwise.cc      operations between products
 //   attention.cc        attention of one query per row over keys and values

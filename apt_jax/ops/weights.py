@@ -164,7 +164,9 @@ def _tiles(kind: str, blocks: Array) -> Array:
 @jax.jit
 def _tiles_of_int8(values: Array) -> Array:
     outputs, inputs = values.shape
-    values = jnp.pad(lax.bitcast_convert_type(values, jnp.uint8) ^ 128, ((0, 0), (0, -inputs % GROUP)), constant_values=128)
+    values = jnp.pad(
+        lax.bitcast_convert_type(values, jnp.uint8) ^ 128, ((0, 0), (0, -inputs % GROUP)), constant_values=128
+    )
     groups = values.reshape(outputs, -1, 1, GROUP)
     return tiles_of(Blocks(INT8, jnp.zeros((*groups.shape[:2], 0), jnp.float16), None, groups))
 

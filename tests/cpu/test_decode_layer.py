@@ -17,7 +17,7 @@ from apt_jax.models.params import ModelParams, dummy_params
 from apt_jax.models.quantize import quantize_params
 from apt_jax.models.step import DecoderBatch, StepOptions
 from apt_jax.models.weight_layout import fuse_products, map_matrices, pre_norm_layer, tile_params
-from tests.support.grouped import in_groups
+from tests.support.grouped import K_KINDS, SMALL_KINDS, in_groups
 from tests.support.paged_driver import CONFIG
 
 build.load()
@@ -93,16 +93,26 @@ def _step(
 
 @pytest.mark.in_turn(8)
 @needs_one_call
-@pytest.mark.parametrize("weights", [None, "int8 widened", "int8", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize(
+    "weights", [None, "int8 widened", "int8", *SMALL_KINDS, *K_KINDS, "Q5_0 and Q8_0", "Q4_K and Q6_K"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_layer_in_one_call_equals_its_parts(variant: str, dtype: str, weights: str | None) -> None:
     config = VARIANTS[variant]
-    if weights in ("Q4_0", "Q4_1", "Q8_0"):
+    kinds = [] if weights is None or weights.startswith("int8") else weights.split(" and ")
+    if set(kinds) & set(K_KINDS):
+        sizes = {"num_heads": 16, "num_kv_heads": 4, "hidden_size": 256, "ffn_size": 256}
+        slopes = {"alibi_slopes": config.alibi_slopes and config.alibi_slopes * 4}
+        config = dataclasses.replace(config, **sizes, **slopes)
+    elif kinds:
         config = dataclasses.replace(config, hidden_size=64, **_WHOLE_GROUPS.get(variant, {}))
     params = dummy_params(config, dtype, 3)
-    if weights in ("Q4_0", "Q4_1", "Q8_0"):
-        params = map_matrices(params, functools.partial(in_groups, kind=weights))
+    if kinds:
+        params = map_matrices(params, functools.partial(in_groups, kind=kinds[0]))
+    if len(kinds) == 2:
+        layers = [dataclasses.replace(p, wv=in_groups(p.wv.dequantized(dtype), kind=kinds[1])) for p in params.layers]
+        params = dataclasses.replace(params, layers=tuple(layers))
     params = fuse_products(params, keep=False)
     if weights is not None and weights.startswith("int8"):
         params = quantize_params(params, keep=False)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import jax
 import numpy as np
 from markupsafe import _speedups
@@ -33,6 +34,8 @@ from apt_jax.errors import AptJaxError, ModelLoadError
 from apt_jax.executor.calibrate import load_calibration, store_calibration
 from apt_jax.models import load_model
 from apt_jax.models.loading.gguf.model import open_gguf
+from apt_jax.ops.blocks import BLOCK_KINDS
+from apt_jax.ops.weights import GroupedMatrix
 from apt_jax.text.chat import load_chat_template
 from apt_jax.text.detokenizer import IncrementalDetokenizer
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -115,15 +118,27 @@ def _make_gpt2(path: Path, _rng: random.Random) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "add_bos_token": True}))
 
 
-def _make_gguf(path: Path, _rng: random.Random) -> None:
-    write_gguf(path / "m.gguf", "llama", hf_tensors("llama"))
+def _make_gguf(path: Path, rng: random.Random) -> None:
+    """Half of the matrices have wide rows, in blocks of any kind."""
+
+    def kind_of(_: str, values: np.ndarray) -> gguf.GGMLQuantizationType | None:
+        return gguf.GGMLQuantizationType[rng.choice([*BLOCK_KINDS])] if values.shape == (8, 256) else None
+
+    tensors = {
+        name: np.resize(values, (8, 256)) if values.ndim == 2 and rng.random() < 0.5 else values
+        for name, values in hf_tensors("llama").items()
+    }
+    write_gguf(path / "m.gguf", "llama", tensors, quant=kind_of)
 
 
 def _load_gguf(path: Path) -> None:
     checkpoint, _ = open_gguf(path / "m.gguf")
     with contextlib.closing(checkpoint):
-        for name in checkpoint.tensors:
+        for name, info in checkpoint.tensors.items():
             checkpoint.read(name)
+            if checkpoint.is_grouped(name):
+                w = GroupedMatrix(blocks=checkpoint.blocks(name), kind=info.dtype, shape=info.shape)
+                assert np.isfinite(w.dequantized(np.float32)).all()
 
 
 def _make_gguf_tokenizer(path: Path, rng: random.Random) -> None:

@@ -47,7 +47,7 @@ def refusal(action: Callable[[], object]) -> str:
 # --- GGUF ----------------------------------------------------------------------------------------------------------
 
 _UINT32, _STRING, _ARRAY = 4, 8, 9
-_F32, _Q4_0 = 0, 2
+_F32, _Q4_0, _Q4_K, _Q6_K = 0, 2, 12, 14
 _ARCH = entry("general.architecture", _STRING, text("llama"))
 _ONE = tensor("a", (8,), _F32, 0)
 _32 = bytes(32)
@@ -93,6 +93,8 @@ GGUF_DAMAGE = {
     "sizes whose product overflows": (assemble([_ARCH], [tensor("a", (2**33, 2**33), _F32, 0)], _32), "impossible sizes"),
     "unknown quantisation": (assemble([_ARCH], [tensor("a", (32,), 250, 0)], _32), "tensor 'a' has the unknown quantisation type 250"),
     "rows that blocks do not fill": (assemble([_ARCH], [tensor("a", (33,), _Q4_0, 0)], bytes(64)), "rows of 33, which Q4_0 cannot hold"),
+    "rows that blocks of K-quants do not fill": (assemble([_ARCH], [tensor("blk.0.ffn_up.weight", (576,), _Q4_K, 0)], bytes(512)), "tensor 'blk.0.ffn_up.weight' has rows of 576, which Q4_K cannot hold in blocks of 256"),
+    "a block that is cut in the middle": (assemble([_ARCH], [tensor("a", (512,), _Q6_K, 0)], bytes(419)), "tensor 'a' ends at byte"),
     "offset beyond the file": (assemble([_ARCH], [tensor("a", (8,), _F32, 2**40)], _32), "tensor 'a' ends at byte"),
     "offset that overflows": (assemble([_ARCH], [tensor("a", (8,), _F32, 2**64 - 32)], _32), "tensor 'a' ends at byte"),
     "offset that is not aligned": (assemble([_ARCH], [tensor("a", (4,), _F32, 8)], _32), "does not begin at a multiple of 32"),

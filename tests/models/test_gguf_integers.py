@@ -20,23 +20,29 @@ from apt_jax.models import load_model
 from apt_jax.models.decoder import logits
 from apt_jax.models.quantize import widen_keys
 from apt_jax.models.weight_layout import fuse_products
-from apt_jax.ops.weights import GroupedMatrix
+from apt_jax.ops.weights import GroupedMatrix, JoinedMatrix
 from benchmarks.engine.perplexity import hidden_states
 from tests.support import gguf_models
 from tests.support.gguf_models import hf_tensors, write_gguf
+from tests.support.grouped import K_KINDS, SMALL_KINDS
 
 Q = gguf.GGMLQuantizationType
-KINDS = ("Q4_0", "Q4_1", "Q8_0")
+KINDS = (*SMALL_KINDS, *K_KINDS)
 
 
-def _sizes(monkeypatch: pytest.MonkeyPatch, key_heads: int = 2) -> None:
-    """Sizes whose matrices are of whole groups."""
-    for name, value in {"V": 80, "D": 64, "F": 96, "N": 4, "K": key_heads, "H": 16}.items():
+def _sizes(monkeypatch: pytest.MonkeyPatch, key_heads: int = 2, *, width: int = 64) -> None:
+    """Sizes whose matrices are of whole blocks."""
+    ffn = 96 if width == 64 else 2 * width
+    for name, value in {"V": 80, "D": width, "F": ffn, "N": 4, "K": key_heads, "H": width // 4}.items():
         monkeypatch.setattr(gguf_models, name, value)
-    monkeypatch.setitem(gguf_models.SHAPES, "llama", gguf_models._llama_shapes() | {"lm_head.weight": (80, 64)})
+    monkeypatch.setitem(gguf_models.SHAPES, "llama", gguf_models._llama_shapes() | {"lm_head.weight": (80, width)})
     monkeypatch.setitem(gguf_models.SHAPES, "qwen2", gguf_models._llama_shapes(bias=True))
     monkeypatch.setitem(gguf_models.SHAPES, "phi3", gguf_models._phi3_shapes())
     monkeypatch.setitem(gguf_models.SHAPES, "gpt2", gguf_models._gpt2_shapes())
+
+
+def _width(*kinds: str | None) -> int:
+    return 256 if set(kinds) & set(K_KINDS) else 64
 
 
 def _write(path: Path, arch: str, kind: str, other: str | None = None) -> str:
@@ -47,7 +53,7 @@ def _write(path: Path, arch: str, kind: str, other: str | None = None) -> str:
             return None
         return Q[other] if other is not None and "v_proj" in name else Q[kind]
 
-    tensors = {n: v / 8 if v.ndim == 2 else 1 + v / 8 for n, v in hf_tensors(arch).items()}
+    tensors = {n: v / gguf_models.D**0.5 if v.ndim == 2 else 1 + v / 8 for n, v in hf_tensors(arch).items()}
     write_gguf(path / "m.gguf", arch, tensors, quant=quant)
     return str(path / "m.gguf")
 
@@ -61,10 +67,11 @@ def _widened(params, like):
     )  # fmt: skip
 
 
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3", "gpt2"])
 def test_the_integers_stand_for_the_weights_that_are_loaded_else(tmp_path, monkeypatch, arch, kind) -> None:
-    _sizes(monkeypatch)
+    _sizes(monkeypatch, width=_width(kind))
     model = _write(tmp_path, arch, kind)
     plain = load_model(EngineConfig(model=model)).params
     kept = load_model(EngineConfig(model=model, quantization="gguf")).params
@@ -80,7 +87,7 @@ def test_the_integers_stand_for_the_weights_that_are_loaded_else(tmp_path, monke
     assert kept.dtype == plain.dtype
 
 
-def test_fused_products_are_joined_where_kinds_agree(tmp_path, monkeypatch) -> None:
+def test_fused_products_are_joined_in_parts_of_a_kind(tmp_path, monkeypatch) -> None:
     _sizes(monkeypatch)
     params = load_model(EngineConfig(model=_write(tmp_path, "llama", "Q4_1"), quantization="gguf")).params
     layer, fused = params.layers[0], fuse_products(params, keep=False).layers[0]
@@ -90,8 +97,12 @@ def test_fused_products_are_joined_where_kinds_agree(tmp_path, monkeypatch) -> N
     assert fused.w_gate_up.shape == (192, 64)
     mixed = load_model(EngineConfig(model=_write(tmp_path, "llama", "Q4_0", "Q8_0"), quantization="gguf")).params
     apart = fuse_products(mixed, keep=False).layers[0]
-    assert apart.wqkv is None
-    assert apart.wv.kind == (8, False)
+    assert isinstance(apart.wqkv, JoinedMatrix)
+    assert [(part.kind, part.shape) for part in apart.wqkv.parts] == [("Q4_0", (96, 64)), ("Q8_0", (32, 64))]
+    layer = mixed.layers[0]
+    for part, matrices in zip(apart.wqkv.parts, [(layer.wq, layer.wk), (layer.wv,)], strict=True):
+        rows = jnp.concatenate([w.dequantized(jnp.float32) for w in matrices])
+        np.testing.assert_array_equal(part.dequantized(jnp.float32), rows)
     assert apart.w_gate_up is not None
 
 
@@ -106,12 +117,19 @@ def test_keys_that_hidden_rows_need_are_widened(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("backend", ["xla", None])
-@pytest.mark.parametrize(("cache", "other"), [("kv", None), ("hidden", None), ("kv", "Q8_0"), ("kv", "Q5_0")])
+@pytest.mark.parametrize(
+    ("cache", "kind", "other"),
+    [
+        ("kv", "Q4_1", None), ("hidden", "Q4_1", None), ("kv", "Q4_1", "Q8_0"), ("kv", "Q4_1", "F16"), ("kv", "Q5_0", "Q8_0"),
+        ("kv", "Q5_1", "Q5_0"), ("kv", "Q4_K", "Q6_K"), ("kv", "Q5_K", "Q6_K"), ("kv", "Q6_K", "Q4_K"), ("hidden", "Q4_K", "Q6_K"),
+    ],
+)  # fmt: skip
 def test_a_step_is_near_a_plain_pass_over_the_same_weights(
-    tmp_path, monkeypatch, cache: CacheMode, other: str | None, backend: str | None
+    tmp_path, monkeypatch, cache: CacheMode, kind: str, other: str | None, backend: str | None
 ) -> None:
-    _sizes(monkeypatch, key_heads=2 if cache == "kv" else 4)  # layer inputs are less than keys and values
-    model = _write(tmp_path, "llama", "Q4_1", other)
+    key_heads = 2 if cache == "kv" else 4  # layer inputs are less than keys and values
+    _sizes(monkeypatch, key_heads, width=_width(kind, other))
+    model = _write(tmp_path, "llama", kind, other)
     plain = load_model(EngineConfig(model=model))
     kept = load_model(EngineConfig(model=model, quantization="gguf"))
     executor = JaxExecutor(
@@ -136,18 +154,19 @@ def test_models_without_integers_are_refused_in_one_line(tmp_path, monkeypatch) 
 
 def test_a_file_without_groups_is_widened_with_a_warning(tmp_path, monkeypatch, caplog) -> None:
     _sizes(monkeypatch)
-    params = load_model(EngineConfig(model=_write(tmp_path, "llama", "Q5_0"), quantization="gguf")).params
-    assert "has no matrix in Q4_0, Q4_1 or Q8_0" in caplog.text
+    params = load_model(EngineConfig(model=_write(tmp_path, "llama", "F16"), quantization="gguf")).params
+    assert "has no matrix in Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K; all weights" in caplog.text
     assert not any(isinstance(w, GroupedMatrix) for w in dataclasses.astuple(params.layers[0]))
 
 
-def test_scales_that_are_not_finite_are_refused(tmp_path, monkeypatch) -> None:
-    _sizes(monkeypatch)
-    path = Path(_write(tmp_path, "llama", "Q8_0"))
+@pytest.mark.parametrize(("kind", "at"), [("Q8_0", 0), ("Q5_1", 2), ("Q4_K", 0), ("Q5_K", 2), ("Q6_K", 208)])
+def test_scales_that_are_not_finite_are_refused(tmp_path, monkeypatch, kind: str, at: int) -> None:
+    _sizes(monkeypatch, width=_width(kind))
+    path = Path(_write(tmp_path, "llama", kind))
     reader = gguf.GGUFReader(path)
     (start,) = (int(t.data_offset) for t in reader.tensors if t.name == "blk.1.ffn_up.weight")
     data = bytearray(path.read_bytes())
-    data[start : start + 2] = b"\x00\x7c"
+    data[start + at : start + at + 2] = b"\x00\x7c"
     path.write_bytes(bytes(data))
-    with pytest.raises(ModelLoadError, match="holds NaN or infinite values; the file is damaged"):
+    with pytest.raises(ModelLoadError, match=r"up_proj.weight' holds NaN or infinite values; the file is damaged"):
         load_model(EngineConfig(model=str(path), quantization="gguf"))

@@ -7,6 +7,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from tests.support.grouped import quantized
+
 V, D, F, L, N, K, H, CONTEXT, THETA = 40, 16, 32, 2, 4, 2, 4, 64, 10000.0
 
 
@@ -260,7 +262,7 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(gguf_name(arch, name), converted)
         else:
-            writer.add_tensor(gguf_name(arch, name), gguf.quants.quantize(converted, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name(arch, name), quantized(converted, kind.name), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

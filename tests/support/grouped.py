@@ -26,7 +26,7 @@ def random_blocks(shape: tuple[int, int], kind: str, seed: int = 0) -> np.ndarra
 
 
 def dequantized(blocks: np.ndarray, kind: str) -> np.ndarray:
-    """What the `gguf` library reads from blocks: (outputs, inputs) float32."""
+    """Weights (outputs, inputs) that the `gguf` library reads from blocks, float32."""
     return gguf.quants.dequantize(blocks.reshape(blocks.shape[0], -1), gguf.GGMLQuantizationType[kind])
 
 

@@ -377,7 +377,9 @@ def _load_params(
     saved = sum(n * dtype.itemsize - n * info.num_bytes // math.prod(info.shape) for n, info in sizes)
     _check_memory(config, dtype, sharding, saved)
     if keep_integers and not grouped:
-        _logger.warning("%s: has no matrix in %s; all weights are converted to %s", path, ", ".join(BLOCK_KINDS), dtype.name)
+        _logger.warning(
+            "%s: has no matrix in %s; all weights are converted to %s", path, ", ".join(BLOCK_KINDS), dtype.name
+        )
     if tied_head is not None:
         embed = next(leaf.stored for leaf in leaves if leaf.leaf == "embed")
         assert embed is not None

@@ -224,7 +224,9 @@ class GgufFile:
             raise ModelLoadError(f"{self.path}: {where} has the unknown quantisation type {quant}")
         block_elements, block_bytes = self._gguf.GGML_QUANT_SIZES[known[quant]]
         if sizes[0] % block_elements:
-            raise ModelLoadError(f"{self.path}: {where} has rows of {sizes[0]}, which {known[quant].name} cannot hold in blocks of {block_elements}")
+            raise ModelLoadError(
+                f"{self.path}: {where} has rows of {sizes[0]}, which {known[quant].name} cannot hold in blocks of {block_elements}"
+            )
         num_bytes = math.prod(sizes) // block_elements * block_bytes
         info = TensorInfo(self.path.name, known[quant].name, tuple(reversed(sizes)), offset, num_bytes)
         stored = _Stored(info, quant, block_elements, block_bytes)
