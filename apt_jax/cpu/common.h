@@ -53,7 +53,18 @@ inline Vec load(const float* p) { return load_as<Vec>(p); }
 
 inline Vec load(const Bf16* p) { return bits_as<Vec>(convert<UintVec>(load_as<HalfVec>(p)) << 16); }
 
-inline Vec load(const int8_t* p) { return convert<Vec>(load_as<ByteVec>(p)); }
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)  // GCC converts bytes one by one
+  return vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(__AVX2__)
+  Vec v;
+  for (int i = 0; i < kRegisters; ++i)
+    v.parts[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + kRegisterLanes * i))));
+  return v;
+#else
+  return convert<Vec>(load_as<ByteVec>(p));
+#endif
+}
 
 inline void store(float* p, const Vec& v) { store_as(p, v); }
 
