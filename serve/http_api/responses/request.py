@@ -41,6 +41,8 @@ INCLUDABLE = (
 )
 """Accepted names for `include`. Only the first has an effect; the others ask for content that responses never have."""
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+MAX_CONTINUED_BYTES = 4 << 20
+"""Maximum size of a stored conversation that a call may continue; fields that are ignored count too."""
 SHOWN = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 """Fields that have no effect and are returned in the response."""
 _NAMES = {
@@ -280,6 +282,11 @@ def _continue(asked: ResponsesBody, store: ResponseStore | None, tenant: str | N
             "no response is stored here; send the whole conversation as input, or start with --store-responses N",
         )
     before = store.get(tenant, asked.previous_response_id, "previous_response_id")
+    if len(before.items) > MAX_CONTINUED_BYTES:
+        raise InvalidRequestError(
+            "previous_response_id",
+            f"the conversation so far has more than {MAX_CONTINUED_BYTES >> 20} MiB; send a shorter one as input",
+        )
     messages_of(None, asked.input)  # errors name its own items
     asked.input = [*json.loads(before.items), *_items(asked.input)]
     return before

@@ -183,6 +183,19 @@ def test_responses_that_ask_not_to_be_stored_or_fail_are_not():
     serve(scenario)
 
 
+def test_a_conversation_that_grows_by_ignored_fields_cannot_be_continued_for_ever():
+    async def scenario(served):
+        item, previous = {"role": "user", "content": "x", "junk": "y" * 1_900_000}, None
+        for _ in range(3):
+            previous = (await ask(served, [item], previous_response_id=previous, max_output_tokens=1))["id"]
+        body = {"input": "x", "previous_response_id": previous}
+        response = await served.post("/v1/responses", body, headers=bearer(KEY))
+        assert response.status_code == 400
+        assert "has more than 4 MiB; send a shorter one as input" in response.json()["error"]["message"]
+
+    serve(scenario)
+
+
 def test_nothing_of_one_key_is_visible_to_another():
     async def scenario(served):
         answer = await ask(served, "a secret", request_id="guessed")
