@@ -23,6 +23,8 @@ MAX_STOP_STRINGS = DEFAULT_MAX_STOP_STRINGS
 MAX_STOP_CHARS = 256
 MAX_CACHE_SALT_CHARS = 512
 MAX_SESSION_ID_CHARS = 512
+MAX_RETAIN_S = 3600.0
+"""Maximum time for which clients may ask to keep a cached prefix; longer times are shortened to it."""
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300

@@ -19,6 +19,7 @@ from apt_jax.validation.limits import (
     MAX_CACHE_SALT_CHARS,
     MAX_DEADLINE_S,
     MAX_REQUEST_ID_CHARS,
+    MAX_RETAIN_S,
     MAX_SEED,
     MAX_SESSION_ID_CHARS,
     MAX_SLO_S,
@@ -88,7 +89,8 @@ def build_request(
             rejected.
         max_queue_s: see `EngineRequest`; checked by the caller.
         adapter: name of a LoRA adapter; None: no adapter.
-        cache_salt, session_id, retain_s, work: see `EngineRequest`.
+        cache_salt, session_id, work: see `EngineRequest`.
+        retain_s: see `EngineRequest`; at most `MAX_RETAIN_S` counts.
         tenant: see `EngineRequest`; from authentication, not from the request's input.
 
     Raises:
@@ -131,7 +133,7 @@ def build_request(
         adapter=checked_adapter,
         cache_salt=checked_salt,
         session_id=session,
-        retain_s=retain_s,
+        retain_s=None if retain_s is None else min(retain_s, MAX_RETAIN_S),
         work=work,
         tenant=tenant,
     )
