@@ -122,7 +122,14 @@ def test_the_longest_time_to_live_is_advice_for_the_session():
             ("/v1/responses", {"input": TEXT, "max_output_tokens": 1}),
         ]
         for path, body in openai:
-            for ttl, seconds in (("30m", 1800.0), ("59m", 3540.0), ("12h", 3600.0), ("999999h", 3600.0), ("90s", 90.0), (None, 0.0)):
+            for ttl, seconds in (
+                ("30m", 1800.0),
+                ("59m", 3540.0),
+                ("12h", 3600.0),
+                ("999999h", 3600.0),
+                ("90s", 90.0),
+                (None, 0.0),
+            ):
                 options = {"mode": "implicit", "ttl": ttl}
                 assert await hint(path, f"{path}{ttl}", {**body, "prompt_cache_options": options}) == seconds
             for bad in ("", "0m", "m", "1d", "-5m", "1.5h", "９m", "1" * 50 + "s", "5m\n"):
