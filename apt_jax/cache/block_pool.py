@@ -57,6 +57,11 @@ class BlockPool:
             return None
         self._num_free -= num
         ids = self._stack[self._num_free : self._num_free + num][::-1].copy()  # top first
+        if num <= 2:  # usually one group
+            for block in ids.tolist():
+                require(self._is_free[block], "a block on the free list was in use")
+                self._is_free[block] = False
+            return ids
         require(self._is_free[ids].all(), "a block on the free list was in use")
         self._is_free[ids] = False
         return ids
@@ -70,13 +75,13 @@ class BlockPool:
         num = ids.size
         if num <= 2:  # usually one evicted group: scalars are faster
             for block in ids.tolist():
-                require(NULL_BLOCK < block <= self.num_blocks, f"freed ids outside [1, {self.num_blocks}]")
+                require(NULL_BLOCK < block <= self.num_blocks, "freed ids outside the pool")
                 require(not self._is_free[block], "a block was freed twice")
                 self._stack[self._num_free] = block
                 self._is_free[block] = True
                 self._num_free += 1
             return
-        require(ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks, f"freed ids outside [1, {self.num_blocks}]")
+        require(ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks, "freed ids outside the pool")
         require(not self._is_free[ids].any(), "a block was freed twice")
         require(np.unique(ids).size == num, "one call frees a block twice")
         require(self._num_free + num <= self.num_blocks, "more blocks were freed than the pool has")

@@ -290,20 +290,25 @@ class PrefixHitTracker:
         if not node.num_below:
             return
         assert node.parent is not None
-        todo = [(node, self._placed(node.parent))]
+        num_refs, is_kept = self._num_refs, self._is_kept
+        todo = [(node, *self._placed(node.parent))]
         while todo:
-            node, above = todo.pop()
-            held, resident, num_host = above
-            if node.block == NULL_BLOCK:
-                num_host += 1
-            elif not num_host:
-                resident = node.depth
-                if held == node.depth - 1 and (self._num_refs[node.block] or self._is_kept[node.block]):
-                    held = node.depth
-            placed = _Placed(held, resident, num_host)
-            for row in node.rows:
-                self._write(row, node, placed)
-            todo.extend((below, placed) for below in node.children if below.num_below)
+            node, held, resident, num_host = todo.pop()
+            while True:
+                block = node.block
+                if block == NULL_BLOCK:
+                    num_host += 1
+                elif not num_host:
+                    resident = node.depth
+                    if held == resident - 1 and (num_refs[block] or is_kept[block]):
+                        held = resident
+                for row in node.rows:
+                    self._write(row, node, _Placed(held, resident, num_host))
+                below = [child for child in node.children if child.num_below]
+                if len(below) != 1:  # a chain, the ordinary case, needs no stack
+                    break
+                node = below[0]
+            todo.extend((child, held, resident, num_host) for child in below)
 
     def refresh(self) -> None:
         """Write all hits again, because the results of `restores` or `converts` may have changed."""
