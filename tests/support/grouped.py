@@ -59,12 +59,12 @@ def quantized(values: np.ndarray, kind: str) -> np.ndarray:
         q = q.reshape(-1, 2, 2, 2, 32)  # 128 inputs, low or high halves, pair, inputs
         blocks[:, :128] = (q[:, :, 0] & 15 | (q[:, :, 1] & 15) << 4).reshape(-1, 128)
         high = q.reshape(-1, 2, 4, 32) >> 4
-        blocks[:, 128:192] = sum(high[:, :, i] << 2 * i for i in range(4)).reshape(-1, 64)
+        blocks[:, 128:192] = np.bitwise_or.reduce([high[:, :, i] << 2 * i for i in range(4)]).reshape(-1, 64)
     else:
         pairs = q.reshape(-1, 4, 2, 32)
         blocks[:, -128:] = (pairs[:, :, 0] & 15 | (pairs[:, :, 1] & 15) << 4).reshape(-1, 128)
         if kind == "Q5_K":
-            blocks[:, 16:48] = sum((q.reshape(-1, 8, 32)[:, i] >> 4) << i for i in range(8))
+            blocks[:, 16:48] = np.bitwise_or.reduce([(q.reshape(-1, 8, 32)[:, i] >> 4) << i for i in range(8)])
     return blocks.reshape(values.shape[0], -1)
 
 
