@@ -198,6 +198,7 @@ def test_every_kernel_of_the_family_is_compiled_at_every_shape_dtype_and_chip():
         "dense",
         "gated",
         "dense_argmax",
+        "experts",
         "head_products",
         "add_norm",
         "split_qkv",
