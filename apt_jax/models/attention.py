@@ -114,7 +114,7 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
         index = None if a.batch.adapters is None else a.batch.adapters[start:stop]
         q, k, v = _project(a, x[start:stop], cos_sin, index, q_only=q_only)
         if a.config.query_growth is not None:
-            q = _grown(q, a.batch.positions[start:stop], a.config.query_growth)
+            q = grow_queries(q, a.batch.positions[start:stop], a.config.query_growth)
         return q, k, v
 
     parts = []
@@ -166,7 +166,7 @@ def _project(
     return q.astype(x.dtype), zero_non_finite(k.astype(x.dtype)), zero_non_finite(v.astype(x.dtype))
 
 
-def _grown(q: Float[Array, "T E"], positions: Int32[Array, " T"], growth: QueryGrowth) -> Array:
+def grow_queries(q: Float[Array, "T E"], positions: Int32[Array, " T"], growth: QueryGrowth) -> Array:
     """Return queries with the factor of their positions."""
     factor = 1.0 + growth.factor * jnp.log1p((positions // growth.length).astype(jnp.float32))
     return (q * factor[:, None]).astype(q.dtype)

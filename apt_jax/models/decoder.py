@@ -95,16 +95,21 @@ def _first_half(
     return up.astype(dtype)
 
 
+def route(
+    x: Float[Array, "T D"], experts: Experts, config: ModelConfig
+) -> tuple[Int32[Array, "T E"], Float[Array, "T E"]]:
+    """Return the experts that each row goes to, and their weights."""
+    assert config.experts is not None
+    scores = jax.nn.softmax(dense(x, experts.router), axis=-1)
+    weights, ids = lax.top_k(scores, config.experts.per_token)
+    return ids, weights / jnp.sum(weights, axis=-1, keepdims=True) if config.experts.normalize else weights
+
+
 def _add_experts(
     x: Float[Array, "T D"], p: LayerParams, experts: Experts, config: ModelConfig, options: StepOptions
 ) -> Float[Array, "T D"]:
     """Compute a mixture of experts in float32, with the expert that all tokens go to if the layer has one."""
-    assert config.experts is not None
-    scores = jax.nn.softmax(dense(x, experts.router), axis=-1)
-    weights, ids = lax.top_k(scores, config.experts.per_token)
-    if config.experts.normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    out = options.ops.experts(x, ids, weights, experts, config.activation)
+    out = options.ops.experts(x, *route(x, experts, config), experts, config.activation)
     if experts.shared_gate is not None:
         shared = apply_dense(_first_half(x, p, config, options), p.w_down, None, options.ops.dense)
         out = out + jax.nn.sigmoid(dense(x, experts.shared_gate)) * shared
@@ -505,4 +510,5 @@ __all__ = [
     "logit_modifiers",
     "logits",
     "rotary_angles",
+    "route",
 ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from apt_jax.models.config import ModelConfig
+from apt_jax.models.config import ModelConfig, QueryGrowth
 from apt_jax.models.params import ModelParams, dummy_params
 from tests.support.parallel_cases import MODELS
 
@@ -23,6 +23,9 @@ CONFIGS: dict[str, ModelConfig] = {
     ),
     "bloom, clipped": dataclasses.replace(MODELS["bloom"], clip_qkv=0.5),
     "neox": MODELS["neox"],
+    "experts, growing queries": dataclasses.replace(
+        MODELS["experts"], unrotated_layers=(2,), query_growth=QueryGrowth(factor=0.5, length=5)
+    ),
     "olmo2": MODELS["olmo2 grouped"],
 }  # fmt: skip
 

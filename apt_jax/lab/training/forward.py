@@ -9,6 +9,7 @@ accumulate in float32; the residual stream, norms and softmax are float32. Two t
   window. Attention weights are recomputed for the gradient instead of being kept.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,13 +19,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from apt_jax.models.attention import head_norm_scale, logit_modifiers
+from apt_jax.models.attention import grow_queries, head_norm_scale, logit_modifiers
 from apt_jax.models.config import ModelConfig, RopeConfig
-from apt_jax.models.decoder import embed, logits, rotary_angles
+from apt_jax.models.decoder import embed, logits, rotary_angles, route
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.step import apply_dense, apply_norm
 from apt_jax.ops.calls import LogitModifiers
-from apt_jax.ops.linear import activate, apply_rope, dot, rms_norm_heads
+from apt_jax.ops.linear import activate, apply_rope, dot, experts, rms_norm_heads
 from apt_jax.ops.weights import NormParams
 
 _QUERY_BLOCK = 64
@@ -117,6 +118,7 @@ def _self_attention(
     x: Float[Array, "BT D"],
     p: LayerParams,
     cos_sin: tuple[Array, Array] | None,
+    positions: Int32[Array, " BT"],
     config: ModelConfig,
     layer: int,
     length: int,
@@ -138,11 +140,19 @@ def _self_attention(
     q = project(p.wq, p.bq, head_norm_scale(p.q_norm, config), turns=True)
     k = project(p.wk, p.bk, head_norm_scale(p.k_norm, config), turns=True)
     v = project(p.wv, p.bv, None, turns=False)
+    if config.query_growth is not None:
+        q = grow_queries(q.reshape(x.shape[0], -1), positions, config.query_growth).reshape(q.shape)
     heads = _attend(q, k, v, config.scale, logit_modifiers(config, layer))
     return apply_dense(heads.reshape(x.shape[0], -1), p.wo.reshape(p.wo.shape[0], -1), p.bo, _dense)
 
 
 def _feed_forward(x: Float[Array, "BT D"], p: LayerParams, config: ModelConfig) -> Float[Array, "BT D"]:
+    if p.experts is not None:
+        out = experts(x, *route(x, p.experts, config), p.experts, config.activation)
+        if p.experts.shared_gate is None:
+            return out
+        shared = _feed_forward(x, dataclasses.replace(p, experts=None), config)
+        return out + jax.nn.sigmoid(_dense(x, p.experts.shared_gate)) * shared
     if config.gated:
         gate = apply_dense(x, p.w_gate, p.b_gate, _dense, config.activation)
         up = (gate * apply_dense(x, p.w_up, p.b_up, _dense)).astype(x.dtype)
@@ -155,6 +165,7 @@ def _layer(
     h: Float[Array, "BT D"],
     p: LayerParams,
     cos_sin: tuple[Array, Array] | None,
+    positions: Int32[Array, " BT"],
     config: ModelConfig,
     layer: int,
     length: int,
@@ -165,7 +176,7 @@ def _layer(
     dtype = p.wq.dtype
 
     def attention(x: Array) -> Array:
-        return _self_attention(x.astype(dtype), p, cos_sin, config, layer, length)
+        return _self_attention(x.astype(dtype), p, cos_sin, positions, config, layer, length)
 
     def feed_forward(x: Array) -> Array:
         return _feed_forward(x.astype(dtype), p, config)
@@ -229,7 +240,7 @@ def training_logits(
     for i, p in enumerate(params.layers):
         layer = functools.partial(_layer, config=config, layer=i, length=length)
         with jax.named_scope(f"layer{i}"):
-            h = (jax.checkpoint(layer) if remat else layer)(h, p, turns[ropes[i]])
+            h = (jax.checkpoint(layer) if remat else layer)(h, p, turns[ropes[i]], positions)
     if params.final_norm is not None:
         h = apply_norm(h, params.final_norm, config)
     return logits(params, h.astype(params.embed.dtype), config, _dense).reshape(batch, length, -1)

@@ -12,21 +12,21 @@ from apt_jax.lab.training.forward import training_logits
 from apt_jax.lab.training.nnx_params import from_nnx
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams
-from apt_jax.ops.weights import NormParams
+from apt_jax.ops.weights import Experts, NormParams
 
 
 class _Part(nnx.Module):
     """A module whose attributes are the fields of a dataclass of parameters, without None fields.
 
     Args:
-        params: the dataclass; each of its arrays becomes an `nnx.Param`, each of its norms a `Norm`.
+        params: the dataclass; each of its arrays becomes an `nnx.Param`, each dataclass in it a part.
     """
 
     def __init__(self, params: Any) -> None:
         for field in dataclasses.fields(params):
             value = getattr(params, field.name)
-            if isinstance(value, NormParams):
-                setattr(self, field.name, Norm(value))
+            if isinstance(value, NormParams | Experts):
+                setattr(self, field.name, (Norm if isinstance(value, NormParams) else Mixture)(value))
             elif value is not None and not isinstance(value, tuple):
                 setattr(self, field.name, nnx.Param(value))
 
@@ -37,6 +37,10 @@ class _Part(nnx.Module):
 
 class Norm(_Part):
     """The scale of a norm, and its bias if it has one."""
+
+
+class Mixture(_Part):
+    """The parameters of a mixture of experts, under the names of `Experts`."""
 
 
 class Layer(_Part):
@@ -71,4 +75,4 @@ class Decoder(_Part):
         return training_logits(params, tokens, self.config, positions=positions, dtype=self.dtype, remat=self.remat)
 
 
-__all__ = ["Decoder", "Layer", "Norm"]
+__all__ = ["Decoder", "Layer", "Mixture", "Norm"]
