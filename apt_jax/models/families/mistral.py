@@ -94,11 +94,11 @@ TEXT_OF_FAMILY_WITH_IMAGES = text_family(
     model_config=_text_config,
     presets={
         "ministral-3-3b": _preset_with_images(26, 3072, 9216, tie_word_embeddings=True),
-        "ministral-3-8b": _preset_with_images(34, 4096, 14336),
-        "ministral-3-14b": _preset_with_images(40, 5120, 16384),
+        "ministral-3-8b": _preset_with_images(34, 4096, 14336, tie_word_embeddings=False),
+        "ministral-3-14b": _preset_with_images(40, 5120, 16384, tie_word_embeddings=False),
     },
     ignored=frozenset({
-        "image_token_index", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
+        "image_token_index", "image_token_id", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
     }),
 )  # fmt: skip
 """The text model of checkpoints that also have a vision encoder."""

@@ -21,7 +21,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     """See `llama.model_config`."""
     get = ConfigFields(fields)
     experts = ExpertsConfig(
-        num_experts=get.positive("num_local_experts", 8),
+        num_experts=get.positive(get.named("num_local_experts", "num_experts"), 8),
         per_token=get.positive("num_experts_per_tok", 2),
         size=get.positive("intermediate_size"),
         normalize=True,
@@ -48,7 +48,7 @@ FAMILY = ModelFamily(
     },
     model_config=model_config,
     fields=LLAMA_FIELDS.but(
-        "sliding_window", "num_local_experts", "num_experts_per_tok",
+        "sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok",
         ignored=frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}),
     ),
     source=source,

@@ -15,7 +15,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     """See `llama.model_config`."""
     get = ConfigFields(fields)
     experts = ExpertsConfig(
-        num_experts=get.positive("num_experts", 64),
+        num_experts=get.positive(get.named("num_experts", "num_local_experts"), 64),
         per_token=get.positive("num_experts_per_tok", 8),
         size=get.positive("intermediate_size"),
         normalize=get.flag("norm_topk_prob", False),
@@ -32,7 +32,7 @@ FAMILY = ModelFamily(
     },
     model_config=model_config,
     fields=LLAMA_FIELDS.but(
-        "num_experts", "num_experts_per_tok", "norm_topk_prob", clip_qkv=(),
+        "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob", clip_qkv=(),
         ignored=frozenset({"output_router_logits", "router_aux_loss_coef"}),
     ),
     source=source,

@@ -16,14 +16,12 @@ def _experts(
 ) -> ExpertsConfig:
     """Return the mixture that a ``config.json`` describes; absent fields take the given values."""
     get = ConfigFields(fields)
-    if "num_local_experts" in fields:  # transformers 5 writes this name
-        num_experts = get.positive("num_local_experts")
     step, dense = get.positive("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     num_layers = get.positive("num_hidden_layers")
     if not isinstance(dense, list) or not all(isinstance(i, int) and 0 <= i < num_layers for i in dense):
         raise ModelLoadError(f"config.json: mlp_only_layers={dense!r:.80} must be numbers of layers below {num_layers}")
     return ExpertsConfig(
-        num_experts=get.positive("num_experts", num_experts),
+        num_experts=get.positive(get.named("num_experts", "num_local_experts"), num_experts),
         per_token=get.positive("num_experts_per_tok", per_token),
         size=get.positive("moe_intermediate_size", size),
         normalize=get.flag("norm_topk_prob", False),
