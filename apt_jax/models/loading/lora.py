@@ -228,10 +228,9 @@ def _places(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, in
     places: dict[str, tuple[int, int, _Leaves]] = {}
     for leaf, shape in zip(names, shapes, strict=True):
         field = leaf.rpartition(".")[2]
-        if field not in TARGETS:
+        flat = target_shape(field, config) if field in TARGETS else None
+        if flat is None:
             continue
-        flat = target_shape(field, config)
-        assert flat is not None
         source = family.source(leaf, shape, config)
         inputs = flat[1]
         stored = source.shape[::-1] if family.inputs_first else source.shape
