@@ -29,7 +29,7 @@ ALLOWED = {
 """Patterns that look as if they took long, and why no text makes them."""
 UNREAD = {
     ("apt_jax/frontend/llm.py", "_FLAG"): "has no repeats",
-    ("apt_jax/models/families/gemma3.py", "NORM_BUFFERS"): "has no repeats",
+    ("apt_jax/models/families/with_images.py", "NORM_BUFFERS"): "has no repeats",
     ("apt_jax/models/loading/lora.py", "pattern"): "of an adapter's file: bounded in length and repeats, of no groups",
     ("apt_jax/text/patterns.py", "_tree ordered"): "has no repeats",
     ("apt_jax/text/patterns.py", "map re sorted ordered len"): "has no repeats",

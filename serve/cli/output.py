@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -63,16 +64,23 @@ stdout if the list is empty."""
 
 
 class _Stderr(io.TextIOBase):
-    """Standard error that raises no exception if its reader has closed it."""
+    """Standard error that raises no exception if its reader has closed it, not even at exit."""
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(BrokenPipeError):
+        try:
             sys.stderr.write(text)
+        except BrokenPipeError:
+            self._drop()
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        try:
             sys.stderr.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
     def isatty(self) -> bool:
         return sys.stderr.isatty()

@@ -35,7 +35,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 def configure(log_format: Format, level: str) -> None:
     """Log to standard error: warnings from every package, and records of apt-jax at `level` or above."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _LineHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if log_format == "text" else json_formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for name in ("apt_jax", "serve"):
@@ -69,6 +69,17 @@ def write_line(line: str, stream: TextIO) -> None:
     with contextlib.suppress(OSError):
         stream.flush()
         os.write(descriptor, f"{line}\n".encode(errors="replace"))
+
+
+class _LineHandler(logging.StreamHandler[TextIO]):
+    """Writes records with `write_line`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        try:
+            write_line(self.format(record), self.stream)
+        except Exception:
+            self.handleError(record)
 
 
 class TextFormatter(logging.Formatter):

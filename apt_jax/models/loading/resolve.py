@@ -6,6 +6,7 @@ The hub is asked only for names of the form ``owner/model``. Code in a model dir
 import dataclasses
 import difflib
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from apt_jax.models.loading.gguf.model import open_gguf
 from apt_jax.models.loading.hub import hub_snapshot, parse_hub_id
 from apt_jax.models.loading.orbax_format import MANIFEST
 
+_SHORT_NAMES = sorted({re.sub("ForCausalLM|LMHeadModel|ForConditionalGeneration", "", name) for name in FAMILIES})
 _ASSETS = Path(__file__).parents[2] / "assets"
 
 ModelFormat = Literal["preset", "directory", "orbax", "gguf"]
@@ -166,7 +168,7 @@ def _family(fields: Mapping[str, Any]) -> ModelFamily:
         if name in FAMILIES:
             return FAMILIES[name]
     raise ModelLoadError(
-        f"config.json: architecture {', '.join(names) or listed!r:.80} is not known; known: {', '.join(FAMILIES)}"
+        f"config.json: architecture {', '.join(names) or listed!r:.80} is not known; known: {', '.join(_SHORT_NAMES)}"
     )
 
 

@@ -787,6 +787,8 @@ def test_every_number_of_the_engine_is_on_the_wire():
         "busy_s",
         "cost_errors",
         "fallback_iterations",
+        "prompt_tokens_by_source",
+        "sessions",
     }  # for /metrics and loads
     assert set(type(stats).__dataclass_fields__) - wire == internal
 
