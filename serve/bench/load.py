@@ -231,7 +231,7 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
 
 
 class SessionLoad:
-    """Calls of sessions, each known once the answer that it waits for has come; the same as a simulation's.
+    """Calls of sessions, each released when the previous answer is complete; the same as a simulation's.
 
     Args:
         source: a trace of sessions.

@@ -115,5 +115,5 @@ class ClairvoyantRetention(KnapsackRetention):
 
     def index(self, view: RetentionView) -> NDArray[np.float64]:
         left_s = view.sessions.hint_s[view.rows] - view.age_s
-        # A session whose time has come and of which no call waits (`values`) goes on without these blocks.
+        # The next call of this session is due, but none waits (`values`): the session no longer needs these blocks.
         return np.where(left_s > 1e-6, 1.0 / np.maximum(left_s, 0.1), 0.0)

@@ -210,15 +210,23 @@ def _qwen3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     }
 
 
+def _experts(get: _Metadata, *, normalize: bool) -> dict[str, Any]:
+    """Return the fields of a mixture of experts; files do not have `normalize`, which llama.cpp knows by
+    architecture."""
+    return {
+        "num_experts": get.size("expert_count"),
+        "num_experts_per_tok": get.size("expert_used_count"),
+        "norm_topk_prob": normalize,
+    }
+
+
 def _qwen3moe(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     return _rotary_fields(file, get) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "use_sliding_window": False,
-        "num_experts": get.size("expert_count"),
-        "num_experts_per_tok": get.size("expert_used_count"),
+        **_experts(get, normalize=True),
         "moe_intermediate_size": get.size("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # not in the file; llama.cpp assumes so
     }
 
 
@@ -229,11 +237,9 @@ def _qwen2moe(file: GgufFile, get: _Metadata) -> dict[str, Any]:
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",
         "use_sliding_window": False,
-        "num_experts": get.size("expert_count"),
-        "num_experts_per_tok": get.size("expert_used_count"),
+        **_experts(get, normalize=False),
         "moe_intermediate_size": get.size("expert_feed_forward_length"),
         "shared_expert_intermediate_size": get.size("expert_shared_feed_forward_length"),
-        "norm_topk_prob": False,  # not in the file; llama.cpp assumes so
     }
 
 
@@ -241,9 +247,7 @@ def _olmoe(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     return _rotary_fields(file, get) | {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
-        "num_experts": get.size("expert_count"),
-        "num_experts_per_tok": get.size("expert_used_count"),
-        "norm_topk_prob": False,  # not in the file; llama.cpp assumes so
+        **_experts(get, normalize=False),
     }
 
 
