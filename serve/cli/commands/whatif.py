@@ -135,7 +135,7 @@ def _configs(
     if hardware is None:
         if not of_server.is_file():
             raise ConfigError(
-                "the server's step costs are unknown, as it is not calibrated; name a device, as in --hardware h100 --model llama-3-8b (--hardware)"
+                f"{path}: recorded, but the server's step costs are unknown: it is not calibrated until it was idle for some seconds; record again then, or name a device, as in --hardware h100 --model llama-3-8b (--hardware)"
             )
         hardware, model = str(of_server), json.loads(read_text(of_server, "--hardware"))["model"]
     if model is None:
