@@ -32,6 +32,7 @@ from apt_jax.cache.placement import Placement
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.cache.session_groups import SessionGroups
+from apt_jax.core.kinds import WINDOWED
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.retention.sessions import NOBODY
 
@@ -60,7 +61,8 @@ class GroupPool:
         num_refs: number of requests that hold the group.
         generation: incremented when the block is allocated as a first block, and when its group gets a second user
             (`apt_jax.cache.sharing`); distinguishes successive uses of the block.
-        second: V block of the group; `NULL_BLOCK` for the hidden kind.
+        rest: (num_blocks + 1, n) further blocks of the group, padded with `NULL_BLOCK`.
+        second: the first of `rest`: the V block, `NULL_BLOCK` for the hidden kind.
         slot_sum: sum of the slots that hold the group; equals the slot if there is only one holder.
         is_expected: True: a step in flight fills the group, which may be registered afterwards.
         num_private: for each slot, the number of groups that only this slot holds.
@@ -82,7 +84,8 @@ class GroupPool:
         self.tier = HostTier(num_host_blocks, self.blocks_per_group) if num_host_blocks else None
         self.num_refs = np.zeros(num_blocks + 1, np.int32)
         self.generation = np.zeros(num_blocks + 1, np.int64)
-        self.second = np.zeros(num_blocks + 1, np.int32)
+        self.rest = np.zeros((num_blocks + 1, max(1, *(num - 1 for num in self.blocks_per_group))), np.int32)
+        self.second = self.rest[:, 0]
         self.slot_sum = np.zeros(num_blocks + 1, np.int64)
         self.is_expected = np.zeros(num_blocks + 1, np.bool_)
         self.num_private = np.zeros(max_num_seqs, np.int32)
@@ -162,6 +165,8 @@ class GroupPool:
         self.generation[firsts] += 1
         self.slot_sum[firsts] = slots
         self.second[firsts] = seconds
+        if self.rest.shape[1] > 1:
+            self.rest[firsts, 1:] = NULL_BLOCK
         if self.placement is not None:
             self.placement.note_new(firsts, slots)
 
@@ -199,7 +204,7 @@ class GroupPool:
             else:
                 self._cancel_loads(idle)
         changed = firsts[kept & self.prefixes.is_registered[firsts]]
-        if changed.size and self.tracker is not None:
+        if changed.size and self.tracker is not None and kind != WINDOWED:
             self.tracker.used(self.prefixes.node_of[int(changed[0])])
 
     def _mark_exclusive(self, firsts: NDArray[np.int32]) -> None:
@@ -296,8 +301,8 @@ class GroupPool:
         self.in_use[kind] += idle.size
         self.num_refs[firsts] += 1
         self.slot_sum[firsts] += slot
-        self.num_private[slot] = idle.size
-        if idle.size and self.tracker is not None:
+        self.num_private[slot] += idle.size
+        if idle.size and self.tracker is not None and kind != WINDOWED:
             self.tracker.used(nodes[int(idle[0])])
         return firsts
 
@@ -369,6 +374,22 @@ class GroupPool:
         if new and self.tracker is not None:
             self.tracker.registered(new)
 
+    def register_windowed(
+        self, digests: Sequence[bytes], begin: int, firsts: NDArray[np.int32], generations: NDArray[np.int64]
+    ) -> None:
+        """Register full groups of windowed layers, each by itself; see `HybridCache.register` for the arguments."""
+        prefixes = self.prefixes
+        same = self.generation[firsts] == generations
+        for at in np.flatnonzero(same).tolist():
+            first, digest = int(firsts[at]), digests[begin + at]
+            self.is_expected[first] = False
+            if prefixes.find(WINDOWED, digest) is not None:
+                self._discard(first)
+            elif self.num_refs[first] or first in prefixes.idle:
+                prefixes.add(prefixes.roots[WINDOWED], digest, first)
+                if self.tracker is not None:
+                    self.tracker.windows_changed = True
+
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
         """Cancel the registration of expected groups; groups that no request holds become free."""
         same = self.generation[firsts] == generations
@@ -380,7 +401,10 @@ class GroupPool:
         """Unregister a node and its descendants; groups that no request holds become free."""
         nodes = self.prefixes.subtree(node)
         if self.tracker is not None:
-            self.tracker.dropped(nodes)
+            if node.kind == WINDOWED:
+                self.tracker.windows_changed = True
+            else:
+                self.tracker.dropped(nodes)
         self.prefixes.remove(nodes)
         for each in nodes:
             if self.tier is not None:
@@ -556,7 +580,7 @@ class GroupPool:
         if first in self.prefixes.idle and not self.prefixes.is_registered[first]:
             del self.prefixes.idle[first]
             self.is_expected[first] = self.is_kept[first] = False
-            second = int(self.second[first])
-            ids = np.array([first] if second == NULL_BLOCK else [first, second], np.int32)
+            rest = self.rest[first]
+            ids = np.array([first, *rest[rest != NULL_BLOCK]], np.int32)
             self.num_idle_blocks -= ids.size
             self.pool.free(ids)

@@ -31,6 +31,8 @@ to requests and keeps their block tables, one row per slot. A slot is the index 
 max_num_seqs). An owner is the number that identifies a request in the engine until it ends.
 """
 
+import bisect
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -42,7 +44,8 @@ from apt_jax.cache.group_pool import CopySource, GroupPool
 from apt_jax.cache.placement import Placement
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node
-from apt_jax.core.kinds import HIDDEN, KINDS, KV, NO_KIND
+from apt_jax.cache.windows import WindowTables
+from apt_jax.core.kinds import HIDDEN, KINDS, KV, NO_KIND, WINDOWED, WindowSpec
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.retention.sessions import NOBODY
@@ -67,6 +70,7 @@ class HybridCache:
         tier: groups in host memory; None: host memory is not used.
         placement: placement of positions in groups; None: each group is filled from the left by one request at a time.
         session_of: session of each owner that belongs to one; its groups become idle as the session's.
+        windows: groups of windowed layers; None: all layers keep all positions.
     """
 
     def __init__(
@@ -79,19 +83,21 @@ class HybridCache:
         blocks_per_group: Sequence[int] = (2, 1),
         prefix_caching: bool = False,
         num_host_blocks: int = 0,
+        windows: WindowSpec | None = None,
     ) -> None:
         self.groups = GroupPool(
             num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            blocks_per_group=blocks_per_group,
+            max_num_seqs=max_num_seqs if windows is None else 2 * max_num_seqs,
+            blocks_per_group=[*blocks_per_group, *([] if windows is None else [windows.blocks_per_group])],
             num_host_blocks=num_host_blocks if prefix_caching else 0,
         )
+        self.windows = None if windows is None else WindowTables(self.groups, windows, max_num_seqs)
         self.tier = self.groups.tier
-        self.pool, self.num_private = self.groups.pool, self.groups.num_private
+        self.pool, self.num_private = self.groups.pool, self.groups.num_private[:max_num_seqs]
         self.num_refs, self.generation = self.groups.num_refs, self.groups.generation
         self.prefixes = self.groups.prefixes if prefix_caching else None
         self.block_sizes = (block_size, block_size if hidden_block_size is None else hidden_block_size)
-        self.blocks_per_group = self.groups.blocks_per_group
+        self.blocks_per_group = tuple(blocks_per_group)
         self.max_num_seqs = max_num_seqs
         self.tables = np.full((max_num_seqs, 2, min(num_blocks, 64)), NULL_BLOCK, np.int32)
         self.num_groups = np.zeros(max_num_seqs, np.int32)
@@ -110,7 +116,13 @@ class HybridCache:
         caching."""
         groups = self.groups
         groups.tracker = PrefixHitTracker(
-            groups.prefixes, table, groups.num_refs, groups.is_kept, self.block_sizes, self.blocks_per_group
+            groups.prefixes,
+            table,
+            groups.num_refs,
+            groups.is_kept,
+            self.block_sizes,
+            self.blocks_per_group,
+            None if self.windows is None else self.windows.spec,
         )
         return groups.tracker
 
@@ -141,32 +153,56 @@ class HybridCache:
     @property
     def num_shared(self) -> int:
         """Number of blocks with two or more holders."""
-        taken = self.owner != NO_OWNER
-        return sum(self.blocks_by_kind().values()) - int((self.num_private * self._cost[self.kind])[taken].sum())
+        taken = np.flatnonzero(self.owner != NO_OWNER).astype(np.int32)
+        return sum(self.blocks_by_kind().values()) - int(self.num_private_blocks_of(taken).sum())
 
     def slot_of(self, owner: int) -> int:
         """Return the slot of an owner, or `NO_SLOT` if it holds no cache."""
         return self.slot_by_owner.get(owner, NO_SLOT)
 
     def blocks_needed(self, num_tokens: int, kind: int) -> int:
-        """Return the number of blocks for `num_tokens` positions: `blocks_per_group * ceil(num_tokens / block
-        size)`."""
-        return -(-num_tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
+        """Return the largest number of blocks that a request of `num_tokens` positions holds at once:
+        `blocks_per_group * ceil(num_tokens / block size)`, and the blocks of windowed layers."""
+        blocks = -(-num_tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
+        if self.windows is not None:
+            spec = self.windows.spec
+            # A chunk of a prompt needs the window before it and the window at its end.
+            blocks += min(-(-num_tokens // spec.block_size), 2 * spec.max_groups) * spec.blocks_per_group
+        return blocks
+
+    def most_tokens(self, kind: int) -> int:
+        """Return the largest number of positions of one request that the pool holds: `blocks_needed` of them are in the
+        pool."""
+        if self.windows is None:
+            return self.pool.num_blocks // self.blocks_per_group[kind] * self.block_sizes[kind]
+        size = math.gcd(self.block_sizes[kind], self.windows.spec.block_size)
+        most = self.pool.num_blocks * self.block_sizes[kind] // size
+        found = bisect.bisect_right(range(most), self.pool.num_blocks, key=lambda n: self.blocks_needed(n * size, kind))
+        return (found - 1) * size
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the (n,) numbers of blocks held by `slots`, which must be in use."""
         held = self.num_groups[slots]
         if self.placement is not None:
             held = held - self.placement.num_holes[slots]
-        return held * self._cost[self.kind[slots]]
+        blocks = held * self._cost[self.kind[slots]]
+        if self.windows is not None:
+            blocks += self.windows.num_held[slots] * self.windows.spec.blocks_per_group
+        return blocks
 
     def num_private_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the (n,) numbers of blocks that only the slot itself holds; `slots` must be in use."""
-        return self.num_private[slots] * self._cost[self.kind[slots]]
+        blocks = self.num_private[slots] * self._cost[self.kind[slots]]
+        if self.windows is not None:
+            blocks += self.windows.num_private_of(slots) * self.windows.spec.blocks_per_group
+        return blocks
 
     def blocks_by_kind(self) -> dict[int, int]:
         """Return the number of blocks in use for each cache kind; shared blocks count once."""
-        return {kind: self.groups.in_use[kind] * self.blocks_per_group[kind] for kind in KINDS}
+        blocks = {kind: self.groups.in_use[kind] * self.blocks_per_group[kind] for kind in KINDS}
+        if self.windows is not None:
+            blocks[KV] += self.groups.in_use[WINDOWED] * self.windows.spec.blocks_per_group
+        return blocks
 
     # --- reserving and releasing -----------------------------------------------------------------------------------
 
@@ -235,6 +271,8 @@ class HybridCache:
             (~roomy | (self.kind[slots] == kinds) & (self.owner[slots] == owners)).all(),
             "a row has a slot of another owner or kind",
         )
+        if self.windows is not None:
+            return self._reserve_windowed(self.windows, owners, slots, num_tokens, kinds, roomy)
         if roomy.all():
             self.num_tokens[slots] = num_tokens
             return roomy
@@ -254,6 +292,41 @@ class HybridCache:
                 ok[i] = True
                 slots[i] = self.slot_by_owner[owner]
         return ok
+
+    def _reserve_windowed(
+        self,
+        windows: WindowTables,
+        owners: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kinds: NDArray[np.int8],
+        roomy: NDArray[np.bool_],
+    ) -> NDArray[np.bool_]:
+        """Implement `reserve_rows` with windowed layers."""
+        ok = roomy & ~windows.must_grow(slots, num_tokens)
+        self.num_tokens[slots[ok]] = num_tokens[ok]
+        for i in np.flatnonzero(~ok).tolist():
+            owner, slot, end, kind = int(owners[i]), int(slots[i]), int(num_tokens[i]), int(kinds[i])
+            if slot == NO_SLOT:
+                missing, held = windows.spec.num_groups(end), 0
+            else:
+                missing, held = max(windows.num_missing(slot, end), 0), int(self.num_groups[slot])
+            new = max(-(-end // self.block_sizes[kind]) - held, 0)
+            if new * self.blocks_per_group[kind] + missing * windows.spec.blocks_per_group > self.num_free:
+                continue
+            if self.reserve(owner, end, kind):
+                ok[i], slots[i] = True, self.slot_by_owner[owner]
+                windows.grow(int(slots[i]), end)
+        return ok
+
+    def leave_windows(self, slots: NDArray[np.int32], ends: NDArray[np.int32]) -> None:
+        """Release the groups of windowed layers that no token of `slots` from `ends` on attends to."""
+        if self.windows is not None:
+            for i in np.flatnonzero(self.windows.must_trim(slots, ends)).tolist():
+                self.windows.trim(int(slots[i]), int(ends[i]), self._session(int(slots[i])))
+
+    def _session(self, slot: int) -> int:
+        return self.session_of.get(int(self.owner[slot]), NOBODY) if self.session_of else NOBODY
 
     def _grow_by_one(
         self,
@@ -360,7 +433,9 @@ class HybridCache:
         ids = self.tables[slot, : self.blocks_per_group[kind], :groups]
         if self.placement is not None:
             ids = ids[:, ids[0] != NULL_BLOCK]
-        session = self.session_of.get(int(self.owner[slot]), NOBODY) if self.session_of else NOBODY
+        session = self._session(slot)
+        if self.windows is not None:
+            self.windows.release(slot, session)
         self.groups.release(ids.copy(), slot, kind, session, is_read=is_read)
         self.tables[slot, :, :groups] = NULL_BLOCK
         self.num_groups[slot] = 0
@@ -389,8 +464,9 @@ class HybridCache:
 
     # --- prefixes --------------------------------------------------------------------------------------------------
 
-    def attach(self, owner: int, nodes: Sequence[Node], kind: int) -> bool:
-        """Give an owner without cache a slot and the registered groups `nodes`, the first groups of a prefix.
+    def attach(self, owner: int, nodes: Sequence[Node], kind: int, windowed: Sequence[Node] = ()) -> bool:
+        """Give an owner without cache a slot and the registered groups `nodes`, the first groups of a prefix, with the
+        groups `windowed` of windowed layers.
 
         Returns:
             False: no slot is free, or groups in host memory cannot be loaded; nothing has changed.
@@ -408,6 +484,8 @@ class HybridCache:
         self.tables[slot, 1, :num] = self.groups.second[firsts]
         self.num_groups[slot] = num
         self.num_tokens[slot] = num * self.block_sizes[kind]
+        if self.windows is not None:
+            self.windows.attach(slot, windowed, int(self.num_tokens[slot]))
         return True
 
     def drop_lost(self, nodes: Sequence[Node]) -> None:
@@ -486,6 +564,9 @@ class HybridCache:
             firsts: first blocks of the groups.
             generations: generations of these blocks when the groups were filled.
         """
+        if kind == WINDOWED:
+            self.groups.register_windowed(digests, begin, firsts, generations)
+            return
         slot = self.slot_of(owner)
         table = None if slot == NO_SLOT else self.tables[slot]
         self.groups.register(kind, digests, begin, firsts, generations, slot, table)
@@ -496,7 +577,11 @@ class HybridCache:
 
     def drop_prefix(self, kind: int, digests: Sequence[bytes], begin: int) -> None:
         """Drop the groups of a prefix from index `begin` on, also from disk."""
-        if begin < len(digests):
+        if kind == WINDOWED:
+            found = (self.groups.prefixes.find(kind, digest) for digest in digests[begin:])
+            for node in [node for node in found if node is not None]:
+                self.groups.drop(node)
+        elif begin < len(digests):
             if self.tier is not None and self.tier.disk is not None:
                 self.tier.disk.remove(kind, digests[begin:])
             node = self.groups.prefixes.find(kind, digests[begin])
@@ -536,8 +621,13 @@ class HybridCache:
         return tables
 
     def directed_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return `block_tables` with negative ids for blocks filled from the right end (`StepBatch.block_tables`)."""
+        """Return `block_tables`, with the tables of windowed layers and with negative ids for blocks filled from the right
+        end (`StepBatch.block_tables`)."""
         tables = self.block_tables(slots)
+        if self.windows is not None:
+            width = max(tables.shape[2], int(self.windows.end[slots].max(initial=0)))
+            tables = np.pad(tables, ((0, 0), (0, 0), (0, width - tables.shape[2])))
+            return np.concatenate([tables, self.windows.block_tables(slots, width)], axis=1)
         if self.placement is None:
             return tables
         return np.where(self.placement.downwards(slots, tables.shape[2])[:, None], -tables, tables)
@@ -552,6 +642,8 @@ class HybridCache:
         """
         if self.prefixes is None:
             return
+        if self.windows is not None:
+            self.windows.check_writable(slots, start)
         begin = start // self._size[self.kind[slots]]
         num = self.num_groups[slots] - begin
         if (num == 1).all():

@@ -10,7 +10,8 @@ from apt_jax.cache.block_pool import NO_OWNER, require
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.placement import Placement
 from apt_jax.cache.prefix_tree import Node, PrefixTree
-from apt_jax.core.kinds import KINDS, NO_KIND
+from apt_jax.cache.windows import WindowTables
+from apt_jax.core.kinds import NO_KIND, WINDOWED
 from apt_jax.core.step import NULL_BLOCK
 
 
@@ -29,6 +30,7 @@ class CheckedCache(Protocol):
     block_sizes: tuple[int, int]
     prefixes: PrefixTree | None
     placement: Placement | None
+    windows: WindowTables | None
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]: ...
 
@@ -67,8 +69,11 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
         cache.block_tables(whole)
     if cache.placement is not None:
         cache.placement.check_integrity()
-    listed = cache.tables[cache.tables != NULL_BLOCK]
-    require(listed.size == int(cache.num_blocks_of(taken).sum()), "a block table has entries beyond its groups")
+    num_listed = int(np.count_nonzero(cache.tables))
+    if cache.windows is not None:
+        cache.windows.check_integrity(taken)
+        num_listed += int(np.count_nonzero(cache.windows.tables))
+    require(num_listed == int(cache.num_blocks_of(taken).sum()), "a block table has entries beyond its groups")
     owned = _check_holders(cache, taken)
     most = 1 if cache.placement is None else 2
     require(cache.prefixes is not None or (groups.num_refs <= most).all(), "a block is owned twice")
@@ -88,23 +93,26 @@ def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.
     within = (np.arange(cache.tables.shape[2]) < num_groups[:, None]) & (cache.tables[taken, 0] != NULL_BLOCK)
     firsts, seconds = cache.tables[taken, 0][within], cache.tables[taken, 1][within]
     slots = np.repeat(taken, np.count_nonzero(within, axis=1))
+    require((groups.second[firsts] == seconds).all(), "a slot holds a group with a wrong second block")
+    kinds = cache.kind[slots]
+    if cache.windows is not None:
+        held_at = cache.windows.tables[taken, 0] != NULL_BLOCK
+        windowed = cache.windows.tables[taken, 0][held_at]
+        firsts, kinds = np.append(firsts, windowed), np.append(kinds, np.full(windowed.size, WINDOWED, np.int8))
+        slots = np.append(slots, np.repeat(taken, np.count_nonzero(held_at, axis=1)) + cache.max_num_seqs)
     refs = np.bincount(firsts, minlength=groups.num_refs.size)
     require((refs == groups.num_refs).all(), "references are miscounted")
     held = np.flatnonzero(refs)
-    require(
-        _are_distinct(slots * np.int64(refs.size) + firsts) and (groups.second[firsts] == seconds).all(),
-        "a slot holds a group twice, or with a wrong second block",
-    )
-    private = np.bincount(slots[refs[firsts] == 1], minlength=cache.max_num_seqs)
-    require((private[taken] == groups.num_private[taken]).all(), "private groups are miscounted")
-    kinds = cache.kind[slots]
+    require(_are_distinct(slots * np.int64(refs.size) + firsts), "a slot holds a group twice")
+    private = np.bincount(slots[refs[firsts] == 1], minlength=groups.num_private.size)
+    require((private == groups.num_private).all(), "private groups are miscounted")
     kind_of = np.full(refs.size, NO_KIND, np.int8)
     kind_of[firsts] = kinds
     require((kind_of[firsts] == kinds).all(), "a group is held with two kinds")
     for first in held[groups.prefixes.is_registered[held]].tolist():
         node = groups.prefixes.node_of.get(first)
         require(node is None or node.kind == kind_of[first], "a group is registered under another kind")
-    in_use = [int(np.count_nonzero(kind_of[held] == kind)) for kind in KINDS]
+    in_use = [int(np.count_nonzero(kind_of[held] == kind)) for kind in range(len(groups.in_use))]
     require(in_use == groups.in_use, "groups in use are miscounted")
     sums = np.zeros(refs.size, np.int64)
     np.add.at(sums, firsts, slots)
@@ -120,8 +128,8 @@ def _are_distinct(values: NDArray[np.integer]) -> bool:
 
 
 def _blocks_of(groups: GroupPool, firsts: NDArray[np.integer]) -> NDArray[np.int32]:
-    seconds = groups.second[firsts]
-    return np.concatenate([firsts, seconds[seconds != NULL_BLOCK]]).astype(np.int32)
+    rest = groups.rest[firsts]
+    return np.concatenate([firsts, rest[rest != NULL_BLOCK]]).astype(np.int32)
 
 
 def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
@@ -145,7 +153,7 @@ def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
     reached = [n for root in prefixes.roots for c in root.children for n in prefixes.subtree(c)]
     resident = [node for node in reached if node.block != NULL_BLOCK]
     require(len(resident) == len(registered), "blocks and tree differ")
-    require(len(reached) == sum(prefixes.num_nodes(k) for k in KINDS), "index and tree differ")
+    require(len(reached) == sum(prefixes.num_nodes(root.kind) for root in prefixes.roots), "index and tree differ")
     if groups.tier is None:
         require(len(resident) == len(reached), "a registered group is not on the device")
     else:
@@ -170,7 +178,7 @@ def _check_node(groups: GroupPool, node: Node) -> None:
     )
     require(refs[node.block] or node.block in prefixes.idle, "a registered group is neither held nor idle")
     require(
-        (groups.second[node.block] != NULL_BLOCK) == (groups.blocks_per_group[node.kind] == 2),
+        np.count_nonzero(groups.rest[node.block]) == groups.blocks_per_group[node.kind] - 1,
         "a registered group has the blocks of another kind",
     )
     require(

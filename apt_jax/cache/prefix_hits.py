@@ -6,6 +6,7 @@ prefix, and under the digest of its first missing group, so an event touches onl
 iteration without events has no cost.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache.prefix_tree import Node, PrefixTree
-from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.core.kinds import HIDDEN, KV, WINDOWED, WindowSpec
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.request_table import RequestTable
 
@@ -51,8 +52,10 @@ class PrefixHitTracker:
         is_kept: (num_blocks + 1,) True: the idle group does not count as free (`GroupPool.keep`); never written here.
         block_sizes: number of positions of a group, by kind.
         blocks_per_group: number of blocks of a group, by kind.
+        windows: groups of windowed layers; None: all layers keep all positions.
 
     Attributes:
+        windows_changed: True: groups of windowed layers were registered or dropped; `check_windows` updates the hits.
         converts: returns True if a request should reuse cached layer inputs by converting them to keys and values.
             Arguments: the hit with conversion, the hit of keys and values, and the request's number of positions. None:
             layer inputs are never converted.
@@ -69,7 +72,10 @@ class PrefixHitTracker:
         is_kept: NDArray[np.bool_],
         block_sizes: Sequence[int],
         blocks_per_group: Sequence[int],
+        windows: WindowSpec | None = None,
     ) -> None:
+        self._windows = windows
+        self.windows_changed = False
         self._tree = tree
         self._table = table
         self._num_refs, self._is_kept = num_refs, is_kept
@@ -206,6 +212,9 @@ class PrefixHitTracker:
         table, kind = self._table, node.kind
         size = self._block_sizes[kind]
         tokens, host = self.usable(kind, node.depth, placed.resident, placed.num_host, int(table.num_tokens[row]) - 1)
+        if self._windows is not None:
+            step = math.lcm(size, self._windows.block_size)
+            tokens = self._tree.usable(self._windows, self._digests[row][WINDOWED], tokens, step)
         shared = min(placed.held, tokens // size) * self._per_group[kind]
         hit = Hit(tokens, host, shared)
         self._show(row, kind, hit)
@@ -315,6 +324,21 @@ class PrefixHitTracker:
         for row, places in self._place.items():
             for node in places.values():
                 self._write(row, node, self._placed(node))
+
+    def check_windows(self) -> None:
+        """Write the hits of requests with cached prefixes again if groups of windowed layers have changed."""
+        if self.windows_changed:
+            self.windows_changed = False
+            for row, places in self._place.items():
+                for node in places.values():
+                    if node.depth:
+                        self._write(row, node, self._placed(node))
+
+    def windowed_nodes(self, row: int, tokens: int) -> list[Node]:
+        """Return the cached groups of windowed layers that a waiting request needs after `tokens` cached positions."""
+        if self._windows is None:
+            return []
+        return self._tree.windowed_nodes(self._windows, self._digests[row][WINDOWED], tokens)
 
     # --- host memory -----------------------------------------------------------------------------------------------
 

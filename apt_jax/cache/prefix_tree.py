@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import WINDOWED, WindowSpec
 from apt_jax.core.step import NULL_BLOCK
 
 DIGEST_BYTES = 16
@@ -207,6 +208,31 @@ class PrefixTree:
             if node.block != NULL_BLOCK:
                 del self.node_of[node.block]
                 self.is_registered[node.block] = False
+
+    def usable(self, windows: WindowSpec, digests: Sequence[bytes], tokens: int, step: int) -> int:
+        """Return the largest multiple of `step`, at most `tokens`, at which all groups of windowed layers that the next
+        token attends to are registered.
+
+        Args:
+            digests: digests of a request's full groups of windowed layers.
+            step: a multiple of `windows.block_size`.
+        """
+        size = windows.block_size
+        tokens = min(tokens, len(digests) * size) // step * step
+        while tokens > 0:
+            first, at = windows.first_group(tokens), tokens // size - 1
+            while at >= first and self.find(WINDOWED, digests[at]) is not None:
+                at -= 1
+            if at < first:
+                return tokens
+            tokens = at * size // step * step  # a window that ends before the missing group
+        return 0
+
+    def windowed_nodes(self, windows: WindowSpec, digests: Sequence[bytes], tokens: int) -> list[Node]:
+        """Return the registered groups of windowed layers that the token after `tokens` positions attends to."""
+        span = range(windows.first_group(tokens), tokens // windows.block_size)
+        found = (self.find(WINDOWED, digests[at]) for at in span)
+        return [node for node in found if node is not None]
 
     def num_nodes(self, kind: int) -> int:
         return len(self._by_digest[kind])

@@ -17,6 +17,7 @@ import numpy as np
 
 from apt_jax.cache.block_pool import require
 from apt_jax.cache.prefix_tree import IdleGroups, Node
+from apt_jax.core.kinds import WINDOWED
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.retention.sessions import NOBODY, SessionTable
 
@@ -62,7 +63,8 @@ class SessionGroups(IdleGroups):
         if of is None:
             of = self._of[session] = collections.OrderedDict()
         of[first] = None
-        self._sessions.device_groups[session, kind] += 1
+        if kind != WINDOWED:
+            self._sessions.device_groups[session, kind] += 1
 
     def __delitem__(self, first: int) -> None:
         super().__delitem__(first)
@@ -71,7 +73,8 @@ class SessionGroups(IdleGroups):
         del of[first]
         if not of:
             del self._of[session]
-        self._sessions.device_groups[session, kind] -= 1
+        if kind != WINDOWED:
+            self._sessions.device_groups[session, kind] -= 1
 
     def move_to_end(self, first: int, last: bool = True) -> None:
         super().move_to_end(first, last)
@@ -221,7 +224,8 @@ class SessionGroups(IdleGroups):
         )
         counted = np.zeros_like(self._sessions.device_groups)
         for session, kind in self._place.values():
-            counted[session, kind] += 1
+            if kind != WINDOWED:
+                counted[session, kind] += 1
         require((counted == self._sessions.device_groups).all(), "idle groups of sessions are miscounted")
         counted[:] = 0
         for session, nodes in self._in_host.items():

@@ -5,8 +5,12 @@ because comparing a NumPy array with an enum member takes twice as long, compari
 long, and both convert int8 to int64.
 """
 
+import bisect
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 KV = 0
 """Kind of a cache of keys and values."""
@@ -16,6 +20,8 @@ KINDS = (KV, HIDDEN)
 NUM_KINDS = len(KINDS)
 NO_KIND = -1
 """The kind of a request that holds no cache."""
+WINDOWED = 2
+"""Index, after the kinds, of the groups of windowed layers (`WindowSpec`)."""
 
 CacheKindName = Literal["kv", "hidden"]
 KIND_NAMES: tuple[CacheKindName, ...] = ("kv", "hidden")
@@ -27,6 +33,48 @@ class KindSet(NamedTuple):
 
     kv: bool
     hidden: bool
+
+
+_Tokens = TypeVar("_Tokens", int, NDArray[np.integer])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowSpec:
+    """Cache of windowed layers in groups of their own, which a request releases when their positions have left the
+    window of its next token."""
+
+    window: int
+    """Number of positions that a token attends to, its own included."""
+    block_size: int
+    """Number of positions per group."""
+    blocks_per_group: int
+
+    @property
+    def max_groups(self) -> int:
+        """Largest number of groups that the next token of a request needs."""
+        return -(-(self.window - 1) // self.block_size) + 1
+
+    def num_groups(self, tokens: _Tokens) -> _Tokens:
+        """Return the largest number of groups that a request holds between two steps, given its number of positions."""
+        groups = -(-tokens // self.block_size)
+        return min(groups, self.max_groups) if isinstance(groups, int) else np.minimum(groups, self.max_groups)
+
+    def num_blocks(self, tokens: _Tokens) -> _Tokens:
+        """Return the number of blocks of `num_groups`."""
+        return self.num_groups(tokens) * self.blocks_per_group
+
+    def extra_blocks(self, starts: NDArray[np.integer], ends: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Return the number of blocks beyond `num_blocks` of `ends` that chunks of positions [starts, ends) need until
+        they are computed: those of the window before the chunk that are not needed after it."""
+        written = np.minimum(-(-ends // self.block_size) - -(-starts // self.block_size), self.max_groups)
+        extra = self.num_groups(starts) + written - self.num_groups(ends)
+        return np.maximum(extra, 0) * self.blocks_per_group
+
+    def first_group(self, position: _Tokens) -> _Tokens:
+        """Return the first group that the token at a position attends to."""
+        first = position + 1 - self.window
+        first = max(first, 0) if isinstance(first, int) else np.maximum(first, 0)
+        return first // self.block_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,3 +97,22 @@ class CacheKindSpec:
     extra_per_token_s: float = 0.0
     """c1 of the extra time compared with KV, t = c0 + c1 * tokens, in seconds per cached token and decode iteration;
     may be negative."""
+    windows: WindowSpec | None = None
+    """Groups of windowed layers that a request of this kind holds beside its other groups; None: it has none."""
+
+    def tokens_in(self, num_blocks: int, size: int) -> int:
+        """Return the largest number of positions of one request that `num_blocks` blocks hold, with `size` positions per
+        group."""
+        spec = self.windows
+        if spec is None:
+            return num_blocks // self.blocks_per_group * size
+        full = spec.max_groups * spec.block_size  # from here on, windowed layers take no more blocks
+
+        def needed(groups: int) -> int:
+            return -(-groups * spec.block_size // size) * self.blocks_per_group + groups * spec.blocks_per_group
+
+        if num_blocks < needed(spec.max_groups):
+            groups = bisect.bisect_right(range(spec.max_groups + 1), num_blocks, key=needed) - 1
+            return groups * spec.block_size
+        left = num_blocks - spec.max_groups * spec.blocks_per_group
+        return max(left // self.blocks_per_group * size, full)

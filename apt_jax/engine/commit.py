@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import CacheIntegrityError, HybridCache
+from apt_jax.core.kinds import WINDOWED
 from apt_jax.core.step import NO_TOKEN, StepResult
 from apt_jax.engine.admission import Admission
 from apt_jax.engine.counters import EngineCounters
@@ -282,6 +283,9 @@ class TokenCommitter:
                 begin = state.num_found if state.is_proven else 0
                 kind, found_kind = int(step.kind[i]), state.found_kind
                 cache.drop_prefix(found_kind, state.digests[found_kind], begin)
+                if cache.windows is not None:
+                    positions = begin * cache.block_sizes[found_kind]
+                    cache.drop_prefix(WINDOWED, state.digests[WINDOWED], positions // cache.windows.spec.block_size)
                 if kind != found_kind:  # it was converted, so it computed all groups of this kind
                     cache.drop_prefix(kind, state.digests[kind], 0)
         for i in np.flatnonzero(step.samples & good).tolist():

@@ -68,7 +68,7 @@ import numpy as np
 
 from apt_jax.cache import CacheIntegrityError, HybridCache
 from apt_jax.config import CacheConfig, SchedulerConfig
-from apt_jax.core.kinds import KINDS, NUM_KINDS, CacheKindSpec
+from apt_jax.core.kinds import KINDS, KV, NUM_KINDS, CacheKindSpec
 from apt_jax.core.step import StepBatch
 from apt_jax.core.tiers import Tiers
 from apt_jax.costs.model import StepCosts
@@ -183,6 +183,7 @@ class Engine:
             blocks_per_group=[k.blocks_per_group for k in kinds],
             prefix_caching=cache_config.enable_prefix_caching,
             num_host_blocks=0 if tiers.host is None else tiers.host.num_blocks,
+            windows=kinds[KV].windows,
         )
         # Cheapest first: a request that fits with one kind also fits with every kind before it.
         self._offered = sorted(

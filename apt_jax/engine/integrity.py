@@ -1,16 +1,17 @@
 """Checks that requests, request table, cache and the step in flight are consistent."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import NO_SLOT, CacheIntegrityError
+from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
 from apt_jax.cache.prefix_hits import Hit
 from apt_jax.cache.prefix_tree import extend_digests
-from apt_jax.core.kinds import HIDDEN, KV, NO_KIND
+from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, WINDOWED
 from apt_jax.core.step import NULL_BLOCK
-from apt_jax.engine.request_state import InFlightStep
+from apt_jax.engine.request_state import InFlightStep, RequestState
 from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, RequestStates
 
 
@@ -113,6 +114,8 @@ def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.
     """Look up the cached prefix of each waiting request again, and compare it with the tracked hit."""
     table, cache = states.table, states.cache
     hits = states.prefixes.hits
+    if hits is not None:
+        hits.check_windows()
     cached_prefix_tokens, host_prefix_tokens, shared_prefix_blocks = (
         np.zeros_like(table.cached_prefix_tokens),
         np.zeros_like(table.host_prefix_tokens),
@@ -136,6 +139,8 @@ def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.
             num_host = blocks.count(NULL_BLOCK)
             resident = blocks.index(NULL_BLOCK) if num_host else len(blocks)
             tokens, from_host = hits.usable(kind, len(blocks), resident, num_host, state.num_known - 1)
+            if cache.windows is not None:
+                tokens = _usable_windows(cache, state, tokens, size)
             taken = blocks[: tokens // size]
             held = (cache.num_refs[taken] > 0) | cache.groups.is_kept[taken]
             shared = int(np.logical_and.accumulate(held).sum()) * cache.blocks_per_group[kind]
@@ -154,3 +159,18 @@ def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.
 def _require(condition: object, message: str) -> None:
     if not condition:
         raise CacheIntegrityError(message)
+
+
+def _usable_windows(cache: HybridCache, state: RequestState, tokens: int, size: int) -> int:
+    """Return the most positions, at most `tokens` and whole groups, after which a token finds its window cached."""
+    assert cache.prefixes is not None
+    assert cache.windows is not None
+    spec, digests = cache.windows.spec, list[bytes]()
+    extend_digests(digests, state.root, state.tokens[: state.num_known], spec.block_size)
+    cached = [cache.prefixes.find(WINDOWED, digest) is not None for digest in digests]
+    step = math.lcm(size, spec.block_size)
+    for num in range(tokens // step * step, 0, -step):
+        first = max(0, num - spec.window + 1) // spec.block_size
+        if num <= len(cached) * spec.block_size and all(cached[first : num // spec.block_size]):
+            return num
+    return 0

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
-from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV, NO_KIND, CacheKindSpec
+from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV, NO_KIND, WINDOWED, CacheKindSpec
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine.changed_prefixes import ChangedPrefixes
 from apt_jax.engine.counters import PROMPT_SOURCES, EngineCounters, RecomputeCause
@@ -84,13 +85,19 @@ class RequestPrefixes:
 
     def no_digests(self) -> tuple[list[bytes], ...]:
         """Return new, empty digest lists for `RequestState.digests`; kinds with the same block size share a list."""
-        of_size = {size: list[bytes]() for size in self._cache.block_sizes}
-        return tuple(of_size[size] for size in self._cache.block_sizes)
+        of_size = {size: list[bytes]() for size in self._digest_sizes}
+        return tuple(of_size[size] for size in self._digest_sizes)
+
+    @property
+    def _digest_sizes(self) -> tuple[int, ...]:
+        """Number of positions of a group by kind, and of a group of windowed layers if there are any."""
+        windows = self._cache.windows
+        return (*self._cache.block_sizes, *(() if windows is None else (windows.spec.block_size,)))
 
     def digests(self, state: RequestState, kind: int, num_groups: int | None = None) -> list[bytes]:
         """Return the digests of the full groups of a request's known tokens; with `num_groups`, digests of later groups
         may be missing."""
-        digests, size = state.digests[kind], self._cache.block_sizes[kind]
+        digests, size = state.digests[kind], self._digest_sizes[kind]
         num_known = state.num_known if num_groups is None else min(state.num_known, num_groups * size)
         extend_digests(digests, state.root, state.tokens[:num_known], size)
         return digests
@@ -104,7 +111,7 @@ class RequestPrefixes:
         if state.needs_all_states:
             self.hits.begin(state.row, self.no_digests(), kinds)
             return
-        for kind in kinds:
+        for kind in kinds if self._cache.windows is None else [*kinds, WINDOWED]:
             self.digests(state, kind)
         self.hits.begin(state.row, state.digests, kinds)
         if self.reads is not None:
@@ -138,7 +145,12 @@ class RequestPrefixes:
             digests: list[bytes] = []
             extend_digests(digests, root, request.prompt_token_ids, size)
             found = itertools.takewhile(lambda d, k=kind: prefixes.find(k, d) is not None, digests)
-            most = max(most, size * sum(1 for _ in found))
+            tokens = size * sum(1 for _ in found)
+            if self._cache.windows is not None:
+                spec, windowed = self._cache.windows.spec, list[bytes]()
+                extend_digests(windowed, root, request.prompt_token_ids, spec.block_size)
+                tokens = prefixes.usable(spec, windowed, tokens, math.lcm(size, spec.block_size))
+            most = max(most, tokens)
         return min(most, int(request.prompt_token_ids.size) - 1)
 
 
@@ -277,6 +289,8 @@ class RequestStates(ColumnTable):
     ) -> SchedulerView:
         """Return the policy's view of the requests."""
         table, cache = self.table, self.cache
+        if cache.windows is not None and self.prefixes.hits is not None:
+            self.prefixes.hits.check_windows()
         waiting, running = self.by_rank()
         unseen = (self.in_flight[waiting] > 0) | self.held[waiting]
         if unseen.any():

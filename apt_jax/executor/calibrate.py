@@ -57,10 +57,11 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
     tokens to compute. Rows share blocks if the pool is too small."""
     n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
     need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
-    tables = np.zeros((n, 2, max(need)), np.int32)
+    spec = executor.plan.windows
+    tables = np.zeros((n, 2 + (0 if spec is None else spec.blocks_per_group), max(need)), np.int32)
     cursor = 0
     for row, blocks in enumerate(need):
-        for half in range(2 if kinds[row] == KV else 1):
+        for half in range(tables.shape[1] if kinds[row] == KV else 1):
             tables[row, half, :blocks] = 1 + (cursor + np.arange(blocks)) % executor.num_blocks
             cursor += blocks
     return StepBatch(

@@ -171,7 +171,9 @@ class JaxExecutor:
             self.params, specs = parallel.shard_params(
                 params, plan.loaded_config, mesh, by_feature=plan.cuts_by_feature, keep=keep_params
             )
-        self._memory = PoolMemory(self.config, cache.block_size, self.params.dtype, self.device, mesh)
+        self._memory = PoolMemory(
+            self.config, cache.block_size, self.params.dtype, self.device, mesh, plan.layer_groups
+        )
         self._load_executables = load_executables
         self.runner = self._sized_runner(mesh, specs)
         self.programs, self.step_format = self.runner.programs, self.runner.step_format
@@ -219,10 +221,12 @@ class JaxExecutor:
 
         if cache.num_blocks_override is not None:
             return runner(cache.num_blocks_override)
+        windowed = 0 if plan.windows is None else int(plan.windows.num_blocks(plan.max_model_len))
         sizes: dict[str, Any] = {
             "utilization": cache.device_memory_utilization,
-            "most": plan.max_num_seqs * max(2 * plan.kv_table_len, plan.hidden_table_len),
-            "least": 2 if plan.kinds_offered.kv else 1,
+            "most": plan.max_num_seqs * (max(2 * plan.kv_table_len, plan.hidden_table_len) + windowed),
+            "least": (2 if plan.kinds_offered.kv else 1)
+            + (0 if plan.windows is None else plan.windows.blocks_per_group),
             "slot_bytes": plan.step_format(0).slot_bytes,
         }
         num_blocks = memory.num_blocks_that_fit(**sizes)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from apt_jax.backends import with_sharded_hidden
 from apt_jax.config import CacheConfig
-from apt_jax.core.kinds import KindSet
+from apt_jax.core.kinds import KindSet, WindowSpec
 from apt_jax.errors import ConfigError
 from apt_jax.executor.attention_choice import choose_attention, needed_extras
 from apt_jax.executor.compiling.buckets import Buckets
@@ -18,6 +18,7 @@ from apt_jax.executor.programs.packing import StepFormat
 from apt_jax.executor.programs.programs import Programs
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.layer_groups import LayerGroups, layer_groups
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
@@ -55,6 +56,13 @@ class ExecutorPlan:
     platform: str
     has_adapters: bool
     both_ends: bool
+    layer_groups: LayerGroups | None
+    """Groups of layers that share arrays of the pool; None: every layer has an array of its own."""
+
+    @property
+    def windows(self) -> WindowSpec | None:
+        """Cache of windowed layers in groups of their own; None: all layers keep all positions."""
+        return None if self.layer_groups is None else self.layer_groups.windows
 
     @property
     def cuts_by_feature(self) -> bool:
@@ -74,6 +82,7 @@ class ExecutorPlan:
             buckets=self.buckets,
             has_adapters=self.has_adapters,
             both_ends=self.both_ends,
+            windows=self.windows,
         )
 
     def programs(self, num_blocks: int, mesh: Mesh | None, specs: Any, tuning_dir: Path | None = None) -> Programs:
@@ -95,6 +104,7 @@ class ExecutorPlan:
             specs=specs,
             platform=self.platform,
             tuning_dir=tuning_dir,
+            layer_groups=self.layer_groups,
         )
 
 
@@ -164,7 +174,9 @@ def plan_executor(
         "hidden_table_len": -(-max_model_len // hidden_block_size) * hidden,
     }
     absorbs_prompts = hidden_mode == "absorb" and config.hidden_size == config.lane and not extras["prefill"]
-    entries = max_num_seqs * max(2 * max(table_lens.values()), config.vocab_size)
+    groups = layer_groups(loaded, cache, hidden=hidden, max_model_len=max_model_len, both_ends=both_ends)
+    halves = 2 if groups is None else 2 + groups.windows.blocks_per_group
+    entries = max_num_seqs * max(halves * max(table_lens.values()), config.vocab_size)
     if entries > _MAX_ENTRIES:
         raise ConfigError(
             f"the block tables or token counts of {max_num_seqs} requests have {entries:,} entries, but at most {_MAX_ENTRIES:,} "
@@ -198,4 +210,5 @@ def plan_executor(
         platform=platform,
         has_adapters=adapt_keys is not None,
         both_ends=both_ends,
+        layer_groups=groups,
     )

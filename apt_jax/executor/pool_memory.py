@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from apt_jax.errors import ConfigError
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
+from apt_jax.models.layer_groups import LayerGroups
 from apt_jax.models.loading.loader import free_memory_bytes
 
 MAX_CPU_POOL_BYTES = 4 << 30
@@ -55,9 +56,19 @@ class PoolMemory:
         config: configuration of the whole model.
         dtype: dtype of the weights.
         device: a device of this process, whose free memory is read.
+        groups: groups of layers that share arrays; None: every layer has an array of its own.
     """
 
-    def __init__(self, config: ModelConfig, block_size: int, dtype: Any, device: Any, mesh: Mesh | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        dtype: Any,
+        device: Any,
+        mesh: Mesh | None,
+        groups: LayerGroups | None = None,
+    ) -> None:
+        self._num_arrays = config.num_layers if groups is None else groups.num_arrays
         self._config, self._device, self._mesh = config, device, mesh
         self._block_shape = (block_size, config.lane)
         self._dtype = pool_dtype(dtype, device.platform)
@@ -72,7 +83,7 @@ class PoolMemory:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers and devices."""
-        return self._config.num_layers * math.prod(self._block_shape) * jnp.dtype(self._dtype).itemsize
+        return self._num_arrays * math.prod(self._block_shape) * jnp.dtype(self._dtype).itemsize
 
     def free_bytes(self) -> int:
         """Return the free memory of the device in bytes, or of the host if the device has no memory of its own or does
@@ -147,16 +158,16 @@ class PoolMemory:
     def described_pools(self, num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the descriptions of the arrays that `new_pools` returns."""
         shape = (num_blocks + 1, *self._block_shape)
-        return (self.described(shape, self._dtype, parallel.POOL_SPEC),) * self._config.num_layers
+        return (self.described(shape, self._dtype, parallel.POOL_SPEC),) * self._num_arrays
 
     def new_pools(self, num_blocks: int) -> tuple[Array, ...]:
-        """Return pools of zeros, one array per layer, including the reserved block."""
+        """Return pools of zeros, including the reserved block."""
         shape, where = (num_blocks + 1, *self._block_shape), self.placed(parallel.POOL_SPEC)
-        return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._config.num_layers))
+        return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._num_arrays))
 
     def host_blocks(self) -> HostBlocks:
         """Return the shape and dtype in host memory of one block over all layers and devices."""
-        return HostBlocks((self._config.num_layers, *self._block_shape), self._dtype)
+        return HostBlocks((self._num_arrays, *self._block_shape), self._dtype)
 
     def placed_rows(self, rows: np.ndarray) -> Array:
         """Copy contents of blocks from host memory to the devices."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import CacheMode, EngineConfig
-from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.kinds import KV, CacheKindSpec
 from apt_jax.core.tiers import DiskStore, Tiers
 from apt_jax.engine import Engine
 from apt_jax.engine.batch import reserver_for
@@ -104,8 +104,8 @@ class EngineComponents:
     def pool_tokens(self) -> dict[str, int]:
         """Number of tokens that fit the pool if all have one cache kind, keyed by the names of the offered kinds."""
         return {
-            kind.name: self.executor.num_blocks // kind.blocks_per_group * int(size)
-            for kind, size in zip(self.engine.kinds, self.engine.cache.block_sizes, strict=True)
+            kind.name: self.engine.cache.most_tokens(number)
+            for number, kind in enumerate(self.engine.kinds)
             if kind.offered
         }
 
@@ -215,11 +215,7 @@ def build_components(
         reserver=reserver_for(policy, config.cache),
         debug=debug,
     )
-    pool_tokens = max(
-        executor.num_blocks // kind.blocks_per_group * size
-        for kind, size in zip(kinds, engine.cache.block_sizes, strict=True)
-        if kind.offered
-    )
+    pool_tokens = max(engine.cache.most_tokens(number) for number, kind in enumerate(kinds) if kind.offered)
     num_tokens = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
     limits = RequestLimits(
         vocab_size=num_tokens,
@@ -294,10 +290,11 @@ def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> Engin
 def cache_kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[CacheKindSpec]:
     """Return the cache kinds that the executor offers, with their costs if known."""
     if cost_model is not None:
-        return cost_model.kinds(executor.kinds_offered, absorbs=executor.absorbs)
+        kinds = cost_model.kinds(executor.kinds_offered, absorbs=executor.absorbs)
+        return (dataclasses.replace(kinds[KV], windows=executor.plan.windows), *kinds[1:])
     kv, hidden = executor.kinds_offered
     return (
-        CacheKindSpec(name="kv", blocks_per_group=2, offered=kv),
+        CacheKindSpec(name="kv", blocks_per_group=2, offered=kv, windows=executor.plan.windows),
         CacheKindSpec(name="hidden", blocks_per_group=1, offered=hidden, reprojected=not executor.absorbs),
     )
 

@@ -332,7 +332,8 @@ def decoder_step(
     """Compute all tokens of a step and write their cache; return the updated pools and the last layer's output.
 
     Args:
-        pools: one array per layer, (P, C, E). Meant to be donated: the caller uses the returned pools from then on.
+        pools: one array per layer or, with `options.layer_groups`, shared by layers; (P, C, E). Meant to be donated: the
+            caller uses the returned pools from then on.
         sample_rows: indices of the tokens whose output is needed, padded with indices out of range; for the other
             tokens of a prompt the last layer only writes the cache. None: all tokens.
 
@@ -363,19 +364,24 @@ def decoder_step(
     norms = [*(None if post else p.attn_norm for p in params.layers), params.final_norm]
     compute = _layer if every.branches else _shared_layer
 
+    groups, num_layers = options.layer_groups, len(params.layers)
+    arrays = range(num_layers) if groups is None else groups.arrays
+    sets: tuple[int | None, ...] = (None,) * num_layers if groups is None else groups.sets
+    of_set = {index: batch.of_set(index) for index in dict.fromkeys(sets)}
+
     def in_parts(h: Array, pools: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
-        new_pools: list[Any] = []
+        new_pools = list(pools)
         h, x = _added(h, None, norms[0], dtype, config, options)
         for i, p in enumerate(params.layers):
             is_cut = has_prompts and i == len(params.layers) - 1
             with jax.named_scope(f"layer{i}"):
-                h, x, pool = compute(
+                h, x, new_pools[arrays[i]] = compute(
                     h,
                     x,
-                    pools[i],
+                    new_pools[arrays[i]],
                     p,
                     norms[i + 1],
-                    batch,
+                    of_set[sets[i]],
                     _PositionTerms(*turns[ropes[i]], rules[i], logit_modifiers(whole, i)),
                     sample_rows if is_cut else None,
                     rope=ropes[i],
@@ -383,7 +389,6 @@ def decoder_step(
                     options=options,
                     rest=of_samples if is_cut else options,
                 )
-            new_pools.append(pool)
         if not has_prompts:
             x = _added(_sampled(h, sample_rows), None, params.final_norm, dtype, config, of_samples)[1]
         return tuple(new_pools), x
@@ -398,16 +403,16 @@ def decoder_step(
         return in_parts(h, pools)
 
     def in_one_call_each(h: Array, pools: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
-        new_pools: list[Any] = []
+        new_pools = list(pools)
         assert options.ops.decode_layer is not None
         for i, layer in enumerate(layers):
+            own = of_set[sets[i]]
             with jax.named_scope(f"layer{i}"):
-                h, pool = options.ops.decode_layer(
-                    h, pools[i], layer, tables=batch.decode_tables, lens=batch.decode_lens,
-                    slots=(batch.first_slots, batch.second_slots), live=batch.num_decode_rows, cos_sin=turns[ropes[i]][0],
+                h, new_pools[arrays[i]] = options.ops.decode_layer(
+                    h, new_pools[arrays[i]], layer, tables=own.decode_tables, lens=batch.decode_lens,
+                    slots=(own.first_slots, own.second_slots), live=batch.num_decode_rows, cos_sin=turns[ropes[i]][0],
                     rules=rules[i], block_size=options.block_size,
                 )  # fmt: skip
-                new_pools.append(pool)
         return tuple(new_pools), _added(_sampled(h, sample_rows), None, params.final_norm, dtype, config, of_samples)[1]
 
     if not options.kinds[1]:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.errors import ConfigError
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
+from apt_jax.models.layer_groups import layer_groups
 from apt_jax.models.params import ModelParams, abstract_params, is_matrix, param_names
 from apt_jax.utils.device_memory import MEMORY_FRACTION
 from apt_jax.utils.swap_space import blocks_of
@@ -41,7 +43,8 @@ class MemoryPlan:
     that weights and temporaries leave, in whole blocks."""
     num_blocks: int
     tokens: dict[str, int]
-    """For each kind, the number of tokens that the pool holds if all are cached in that kind."""
+    """For each kind, the number of tokens that the pool holds if all are cached in that kind; if windowed layers keep their
+    window alone (`models.layer_groups`), tokens of one request."""
     host_blocks: int
     """Blocks that fit in `swap_space` GiB of host memory, for all devices together."""
     host_tokens: dict[str, int]
@@ -154,12 +157,16 @@ def _plan(
     step = 4 * max_num_seqs * config.vocab_size
     step += max_num_batched_tokens * (8 * config.hidden_size + 2 * itemsize * config.widest_ffn // num_devices)
     smallest = min(cache.block_size, config.hidden_block_size(cache.block_size)) if hidden else cache.block_size
+    groups = layer_groups(config, cache, hidden=hidden, max_model_len=max_model_len)
+    kv = CacheKindSpec(name="kv", blocks_per_group=2, windows=None if groups is None else groups.windows)
+    tables = 2 if kv.windows is None else 2 + kv.windows.blocks_per_group
     # Last tokens, block tables and token counts of all slots: `StepFormat.slot_bytes`.
-    step += 4 * max_num_seqs * (1 + 2 * -(-max_model_len // smallest) + config.vocab_size)
-    block = config.num_layers * cache.block_size * config.lane * itemsize // num_devices
+    step += 4 * max_num_seqs * (1 + tables * -(-max_model_len // smallest) + config.vocab_size)
+    num_arrays = config.num_layers if groups is None else groups.num_arrays
+    block = num_arrays * cache.block_size * config.lane * itemsize // num_devices
     free = device_bytes - weights - step
     num_blocks = cache.num_blocks_override or int(max(0, free) * cache.device_memory_utilization) // block - 1
-    least = 1 if cache.mode == "hidden" else 2
+    least = 1 if cache.mode == "hidden" else tables
     if (num_blocks + 1) * block > free or num_blocks < least:
         raise _NoRoomError(
             f"the weights take {weights / 2**30:.2f} GiB on each device ({num_devices}) and a step {step / 2**30:.2f} GiB: "
@@ -167,7 +174,7 @@ def _plan(
         )
 
     def tokens(blocks: int) -> dict[str, int]:
-        of_kv = {} if cache.mode == "hidden" else {"kv": blocks // 2 * cache.block_size}
+        of_kv = {} if cache.mode == "hidden" else {"kv": kv.tokens_in(blocks, cache.block_size)}
         return of_kv | ({"hidden": blocks * config.hidden_block_size(cache.block_size)} if hidden else {})
 
     host_blocks = blocks_of(cache.swap_space, block * num_devices) if cache.swap_space else 0

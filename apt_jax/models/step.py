@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.layer_groups import LayerGroups
 from apt_jax.models.sharding import TensorParallel
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.weights import FLAT_MATRICES, JoinedMatrix, NormParams, QuantizedMatrix
@@ -31,14 +32,15 @@ class DecoderBatch:
     second_slots: Int32[Array, " T"]
     """Pool slot of the token's v; out of range for hidden requests and padding."""
     token_hidden: Bool[Array, " T"]
-    decode_tables: Int32[Array, "B 2 J"]
+    decode_tables: Int32[Array, "B TABLES J"]
+    """Block tables of keys and of values, and those of each set of windowed layers (`LayerGroups`)."""
     decode_lens: Int32[Array, " B"]
     """Number of positions that each row attends to, including its own; 0 for padding rows."""
     num_kv_rows: Int32[Array, ""]
     """Number of decode rows of the KV kind, which come first."""
     num_decode_rows: Int32[Array, ""]
     """Number of decode rows of both kinds: rows [num_kv_rows, num_decode_rows) are of the hidden kind."""
-    prefill_tables: Int32[Array, "R 2 J"]
+    prefill_tables: Int32[Array, "R TABLES J"]
     prefill_offsets: Int32[Array, " R"]
     """Start of each chunk among the prefill tokens."""
     prefill_lens: Int32[Array, " R"]
@@ -52,6 +54,26 @@ class DecoderBatch:
     """`slot_ranges` of the cached prefixes of the prefill rows, like `decode_ranges`."""
     adapters: Int32[Array, " T"] | None = None
     """Adapter of each token, 0: no adapter; None: the model has no adapters."""
+    window_slots: Int32[Array, "WINDOWED T"] | None = None
+    """Pool slots of the token's k and v in each set of windowed layers, like `first_slots` and `second_slots`; None: there
+    are no sets."""
+
+    def of_set(self, index: int | None) -> "DecoderBatch":
+        """Return the batch with the slots and block tables of one set of windowed layers; None: of the other layers."""
+        if self.window_slots is None:
+            return self
+        at = 0 if index is None else 2 + 2 * index
+        first, second = self.first_slots, self.second_slots
+        if index is not None:
+            first, second = self.window_slots[at - 2], self.window_slots[at - 1]
+        return dataclasses.replace(
+            self,
+            first_slots=first,
+            second_slots=second,
+            decode_tables=self.decode_tables[:, at : at + 2],
+            prefill_tables=self.prefill_tables[:, at : at + 2],
+            window_slots=None,
+        )
 
 
 def slot_ranges(
@@ -105,6 +127,8 @@ class StepOptions:
     """(KV rows can occur, hidden rows can occur)"""
     ops: KernelBackend
     """Kernel backend; if `ops.branches` is true, the device skips parts of the step that no row needs."""
+    layer_groups: LayerGroups | None = None
+    """Groups of layers that share arrays of the pool; None: every layer has an array of its own."""
     tensor: TensorParallel | None = None
     """Collectives if the step runs one device's shard of the model within `jax.shard_map`, with `sharding.own_config`
     as its `ModelConfig`; None: the device has the whole model."""

@@ -140,5 +140,7 @@ class _Future:
         sizes = self._view.block_sizes
         groups = -(-held // (sizes[0] if (sizes == sizes[0]).all() else sizes[kind]))
         blocks = groups * self._view.blocks_per_group[kind] - shared
+        if self._view.windows is not None:
+            blocks += self._view.windows.num_blocks(held)
         peak = (blocks * (ends >= times)).sum(axis=1)
         return bool(peak.max() <= self._capacity)

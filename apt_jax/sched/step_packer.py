@@ -22,7 +22,12 @@ def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) 
     its next token; this group is not counted, and the request waits for the next step if no group is free.
     """
     table = view.table
-    return view.blocks_for(tokens, table.kind.take(rows)) - table.num_shared.take(rows)
+    blocks = view.blocks_for(tokens, table.kind.take(rows)) - table.num_shared.take(rows)
+    if view.windows is not None:
+        cached = table.num_cached.take(rows)
+        extra = view.windows.extra_blocks(cached, tokens)
+        blocks += np.where(table.num_tokens.take(rows) - cached > 1, extra, 0)
+    return blocks
 
 
 def start_blocks_for(
@@ -33,7 +38,10 @@ def start_blocks_for(
     Prefix blocks that other requests hold are subtracted. Blocks of cached prefixes that no request holds are not
     subtracted, because they count as free.
     """
-    return view.blocks_for(tokens, kind) - view.table.shared_prefix_blocks[rows, kind]
+    blocks = view.blocks_for(tokens, kind) - view.table.shared_prefix_blocks[rows, kind]
+    if view.windows is not None:
+        blocks += view.windows.extra_blocks(view.table.cached_prefix_tokens[rows, kind], tokens)
+    return blocks
 
 
 def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -221,7 +229,6 @@ class StepPacker:
         self.blocks_left = view.free_blocks
         if self.preempt.size:
             self.blocks_left += int(view.table.num_blocks[self.preempt].sum())
-        self._sizes, self._per_group = view.block_sizes.tolist(), view.blocks_per_group.tolist()
         self._decoding = view.running[:0]
         self._rows: list[int] = []
         self._num_tokens: list[int] = []
@@ -252,12 +259,14 @@ class StepPacker:
                 int(table.num_blocks[row]) + int(table.num_shared[row]),
                 int(table.num_cached[row]),
             )
-            per_group, size = self._per_group[kind], self._sizes[kind]
-            room = (held + self.blocks_left) // per_group * size - cached
+            left = self.blocks_left
+            if self.view.windows is not None:  # the window before the chunk stays until it is computed
+                left -= self.view.windows.max_groups * self.view.windows.blocks_per_group
+            room = self.view.most_tokens(held + left, kind) - cached
             length = min(int(table.num_tokens[row]) - cached, self.tokens_left, room)
             if length < 1:
                 continue
-            self._add(row, length, kind, -(-(cached + length) // size) * per_group - held)
+            self._add(row, length, kind, self.view.blocks_of(cached + length, kind) - held)
             added = True
         return added
 
@@ -305,8 +314,7 @@ class StepPacker:
                         return
                     continue
                 length = self.tokens_left
-                groups = -(-(int(found[i]) + length) // self._sizes[kind[i]])
-                blocks = groups * self._per_group[kind[i]] - int(shared[i])
+                blocks = view.blocks_of(int(found[i]) + length, int(kind[i])) - int(shared[i])
             self._add(int(rows[i]), length, int(kind[i]), blocks)
             self.slots_left -= 1
 

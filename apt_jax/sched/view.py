@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.kinds import KV, CacheKindSpec, WindowSpec
 from apt_jax.costs.model import StepCosts
 from apt_jax.sched.request_table import RequestTable
 
@@ -93,6 +93,11 @@ class SchedulerView:
         """(num_kinds,) blocks per group of each kind."""
         return np.array([kind.blocks_per_group for kind in self.kinds], np.int32)
 
+    @property
+    def windows(self) -> WindowSpec | None:
+        """Blocks that a request holds for windowed layers; None: all layers keep all positions."""
+        return self.kinds[KV].windows
+
     @functools.cached_property
     def offered(self) -> NDArray[np.bool_]:
         """(num_kinds,) True if the kind is offered."""
@@ -113,7 +118,8 @@ class SchedulerView:
         return left if kind is None else left - table.cached_prefix_tokens[rows, kind]
 
     def blocks_for(self, tokens: NDArray[np.int32], kind: NDArray[np.integer] | int) -> NDArray[np.int32]:
-        """Return the number of blocks for `tokens` positions: `blocks_per_group * ceil(tokens / block size)`.
+        """Return the number of blocks for `tokens` positions: `blocks_per_group * ceil(tokens / block size)`, and the blocks
+        of windowed layers.
 
         Args:
             tokens: numbers of token positions, of any shape.
@@ -121,7 +127,17 @@ class SchedulerView:
         """
         same = self.hidden_block_size in (None, self.block_size)
         size = self.block_size if same else self.block_sizes[kind]  # dividing by a scalar is faster
-        return -(-tokens // size) * self.blocks_per_group[kind]
+        blocks = -(-tokens // size) * self.blocks_per_group[kind]
+        return blocks if self.windows is None else blocks + self.windows.num_blocks(tokens)
+
+    def blocks_of(self, tokens: int, kind: int) -> int:
+        """Return `blocks_for` of one number of positions."""
+        blocks = -(-tokens // int(self.block_sizes[kind])) * self.kinds[kind].blocks_per_group
+        return blocks if self.windows is None else blocks + self.windows.num_blocks(tokens)
+
+    def most_tokens(self, blocks: int, kind: int) -> int:
+        """Return the largest number of positions that `blocks` blocks of a kind hold (`blocks_for`)."""
+        return self.kinds[kind].tokens_in(blocks, int(self.block_sizes[kind]))
 
     def block_options(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the (n, num_kinds) results of `blocks_for` for (n,) `tokens` and each kind, as a transposed array."""
@@ -129,7 +145,8 @@ class SchedulerView:
             groups = -(-tokens // self.block_size)
         else:
             groups = -(-tokens[None] // self.block_sizes[:, None])
-        return (groups * self.blocks_per_group[:, None]).T
+        blocks = (groups * self.blocks_per_group[:, None]).T
+        return blocks if self.windows is None else blocks + self.windows.num_blocks(tokens)[:, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.sched.step_packer import held_blocks_for, start_blocks_for
 from apt_jax.sched.view import Plan, Policy, SchedulerView
 
 
@@ -28,7 +29,13 @@ class RandomPlanPolicy:
 
 
 def _blocks(view: SchedulerView, tokens: int, kind: int) -> int:
-    return -(-tokens // int(view.block_sizes[kind])) * view.kinds[kind].blocks_per_group
+    return view.blocks_of(tokens, kind)
+
+
+def _held_blocks(view: SchedulerView, row: int, length: int) -> int:
+    """Return the blocks that a running request needs for `length` more tokens, including those that it shares."""
+    table, one = view.table, np.array([row], np.int32)
+    return int((held_blocks_for(view, one, table.num_cached[one] + np.int32(length)) + table.num_shared[one])[0])
 
 
 def _left(view: SchedulerView, row: int, length: int, kind: int) -> int:
@@ -38,7 +45,7 @@ def _left(view: SchedulerView, row: int, length: int, kind: int) -> int:
 def _start_blocks(view: SchedulerView, row: int, length: int, kind: int) -> int:
     """Return the blocks that a waiting request needs to compute at most `length` tokens."""
     end = int(view.table.cached_prefix_tokens[row, kind]) + _left(view, row, length, kind)
-    return _blocks(view, end, kind) - int(view.table.shared_prefix_blocks[row, kind])
+    return int(start_blocks_for(view, np.array([row]), np.array([end], np.int32), np.array([kind]))[0])
 
 
 def _convert_blocks(view: SchedulerView, row: int, length: int) -> int | None:
@@ -105,7 +112,7 @@ class RandomPolicy:
                 continue
             length, kind = self._length(most), int(table.kind[row])
             held = int(table.num_blocks[row]) + int(table.num_shared[row])
-            need = _blocks(view, int(table.num_cached[row]) + length, kind) - held
+            need = _held_blocks(view, row, length) - held
             as_kv = _convert_blocks(view, row, length)
             if as_kv is not None and as_kv <= free and self._chance(self.chaos.convert):
                 need = as_kv
@@ -187,7 +194,7 @@ class PerturbedPolicy:
                 kind = other
             if holds:
                 held = int(table.num_blocks[row]) + int(table.num_shared[row])
-                need = _blocks(view, int(table.num_cached[row]) + length, kind) - held
+                need = _held_blocks(view, row, length) - held
                 as_kv = _convert_blocks(view, row, length)
                 wanted = row in plan.convert or (chaos.convert and rng.random() < chaos.convert)
                 if wanted and as_kv is not None and as_kv <= free:

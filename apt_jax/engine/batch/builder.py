@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from apt_jax.cache import CacheIntegrityError, HybridCache
 from apt_jax.cache.group_pool import CopySource
-from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.cache.windows import WindowTables
+from apt_jax.core.kinds import HIDDEN, KV, WINDOWED
 from apt_jax.core.step import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, PoolSpan, PromptTargets, StepBatch
 from apt_jax.engine.batch.cached_prefixes import CachedPrefixes
 from apt_jax.engine.batch.plan_filter import PlanFilter
@@ -144,8 +145,10 @@ class BatchBuilder:
             known = (rows >= 0) & (rows < num_tokens.size)
             num_tokens[rows[known]] = np.broadcast_to(more, rows.shape)[known]
         kind = table.kind[running]
-        groups = -(-(table.num_cached[running] + num_tokens[running]) // self._block_sizes[kind])
-        needed = groups * np.array(self._cache.blocks_per_group)[kind]
+        positions = table.num_cached[running] + num_tokens[running]
+        needed = -(-positions // self._block_sizes[kind]) * np.array(self._cache.blocks_per_group)[kind]
+        if self._cache.windows is not None:
+            needed += self._cache.windows.spec.num_blocks(positions)
         growth = np.maximum(needed - table.num_blocks[running] - table.num_shared[running], 0)
         return RecomputeCause.MEMORY if int(growth.sum()) > self._cache.num_free else RecomputeCause.POLICY
 
@@ -268,6 +271,8 @@ class BatchBuilder:
         end = batch.start + batch.num_tokens
         table.num_cached[rows] = end
         has_prefixes = cache.prefixes is not None
+        filled = self._filled(batch, rows, end) if has_prefixes else []
+        cache.leave_windows(batch.slots, end)
         if cache.ownership_changed:
             states.sync_charges()
         elif not has_prefixes:
@@ -275,7 +280,6 @@ class BatchBuilder:
         else:
             table.num_blocks[rows] = cache.num_private_blocks_of(batch.slots)
             table.num_shared[rows] = cache.num_blocks_of(batch.slots) - table.num_blocks[rows]
-        filled = self._filled(batch, rows, end) if has_prefixes else []
         again = np.minimum(end, states.computed_once.take(rows)) - batch.start
         for i in np.flatnonzero(again > 0).tolist() if again.max() > 0 else ():
             states.count_recomputed(requests[i], int(batch.start[i]), int(again[i]))
@@ -295,9 +299,9 @@ class BatchBuilder:
         """Return the full groups that the commit of a step registers or discards. Rows that sample no token are left
         out, because it is not known whether their values are finite."""
         num_filled = self._states.num_filled
+        filled = [] if self._cache.windows is None else self._filled_windows(self._cache.windows, batch, end)
         groups = end // self._block_sizes[batch.kind]
         more = batch.samples & (groups > num_filled[rows])
-        filled = []
         for i in np.flatnonzero(more).tolist():
             begin = int(num_filled[rows[i]])
             firsts, generations = self._cache.expect(int(batch.slots[i]), begin, int(groups[i]))
@@ -305,6 +309,17 @@ class BatchBuilder:
                 FilledBlocks(index=i, kind=int(batch.kind[i]), begin=begin, firsts=firsts, generations=generations)
             )
         num_filled[rows[more]] = groups[more]
+        return filled
+
+    def _filled_windows(self, windows: WindowTables, batch: StepBatch, end: NDArray[np.int32]) -> list[FilledBlocks]:
+        """Return `_filled` for windowed layers, whose groups are registered first: prefixes are found by the others."""
+        groups = end // windows.spec.block_size
+        filled = []
+        for i in np.flatnonzero(batch.samples & (groups > windows.num_filled[batch.slots])).tolist():
+            expected = windows.expect(int(batch.slots[i]), int(groups[i]))
+            if expected is not None:
+                begin, firsts, generations = expected
+                filled.append(FilledBlocks(index=i, kind=WINDOWED, begin=begin, firsts=firsts, generations=generations))
         return filled
 
 

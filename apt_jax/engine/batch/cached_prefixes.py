@@ -76,7 +76,8 @@ class CachedPrefixes:
                 continue
             num_groups, rest = divmod(int(found[i]), cache.block_sizes[of_kind])
             node = hits.node(row, of_kind)
-            if num_groups and cache.attach(owner, node.path(num_groups), of_kind):
+            windowed = hits.windowed_nodes(row, int(found[i]))
+            if num_groups and cache.attach(owner, node.path(num_groups), of_kind, windowed):
                 slots[i] = cache.slot_of(owner)
             elif num_groups:
                 found[i] = rest = 0

@@ -17,11 +17,12 @@ class SentTables:
     need (`Programs.forward`).
 
     Attributes:
-        blocks: (max_num_seqs, 2, J) int32, `NULL_BLOCK` after the blocks of a slot's latest step.
+        blocks: (max_num_seqs, H, J) int32, `NULL_BLOCK` after the blocks of a slot's latest step.
     """
 
-    def __init__(self, max_num_seqs: int, table_len: int) -> None:
-        self.blocks = np.zeros((max_num_seqs, 2, table_len), np.int32)
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        max_num_seqs = shape[0]
+        self.blocks = np.zeros(shape, np.int32)
         self._widths = np.zeros(max_num_seqs, np.int32)
 
     def clear(self) -> None:
@@ -34,10 +35,10 @@ class SentTables:
 
         Args:
             slots: (n,) distinct slots of a step's rows.
-            block_tables: (n, 2, j) block tables of the rows, j at most J, with `NULL_BLOCK` after a row's blocks.
+            block_tables: (n, H, j) block tables of the rows, j at most J, with `NULL_BLOCK` after a row's blocks.
 
         Returns:
-            Distinct indices into (max_num_seqs, 2, J), and the new blocks.
+            Distinct indices into (max_num_seqs, H, J), and the new blocks.
         """
         width = block_tables.shape[2]
         for slot in slots[self._widths[slots] > width].tolist():
@@ -47,8 +48,9 @@ class SentTables:
         if not changed.size:
             return np.zeros((2, 0), np.int32)
         row_half, column = np.divmod(changed, width)
-        row, half = np.divmod(row_half, 2)
-        places = (slots[row].astype(np.int64) * 2 + half) * self.blocks.shape[2] + column
+        halves = self.blocks.shape[1]
+        row, half = np.divmod(row_half, halves)
+        places = (slots[row].astype(np.int64) * halves + half) * self.blocks.shape[2] + column
         blocks = block_tables.reshape(-1)[changed]
         self.blocks.reshape(-1)[places] = blocks
         sent = blocks != NULL_BLOCK

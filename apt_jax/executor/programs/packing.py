@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.core.step import Conversions, StepBatch
+from apt_jax.core.kinds import HIDDEN, KV, WindowSpec
+from apt_jax.core.step import NULL_BLOCK, Conversions, StepBatch
 from apt_jax.executor.compiling.buckets import (
     CHANGES_PER_CALL,
     Buckets,
@@ -67,6 +67,8 @@ class StepFormat:
     buckets: Buckets
     has_adapters: bool = False
     """True if programs take the adapter of each token."""
+    windows: WindowSpec | None = None
+    """Cache of windowed layers in groups of their own; None: all layers keep all positions."""
     both_ends: bool = False
     """True if block tables may have negative ids, for blocks that a row fills from the right end
     (`StepBatch.block_tables`)."""
@@ -79,7 +81,12 @@ class StepFormat:
     @property
     def tables_shape(self) -> tuple[int, int, int]:
         """Shape of the device's block tables; the first axis is the slot."""
-        return self.max_num_seqs, 2, self.table_len
+        return self.max_num_seqs, 2 + self.num_windowed, self.table_len
+
+    @property
+    def num_windowed(self) -> int:
+        """Number of block tables of windowed layers."""
+        return 0 if self.windows is None else self.windows.blocks_per_group
 
     @property
     def counts_shape(self) -> tuple[int, int]:
@@ -100,11 +107,16 @@ class StepFormat:
         """
         rows = num_decode + min(self.max_num_seqs, num_prefill)
         begun = rows + num_prefill // min(self.block_size, self.hidden_block_size)
-        return min(2 * begun, math.prod(self.tables_shape))
+        changes = 2 * begun
+        if self.windows is not None:
+            changes += self.num_windowed * (rows + num_prefill // self.windows.block_size)
+        return min(changes, math.prod(self.tables_shape))
 
     def forward_layout(self, num_decode: int, num_prefill: int) -> PackedInts:
         t, rows = num_decode + num_prefill, min(self.max_num_seqs, num_prefill)
-        more = {"adapters": (t,)} if self.has_adapters else {}
+        more: dict[str, tuple[int, ...]] = {"adapters": (t,)} if self.has_adapters else {}
+        if self.windows is not None:
+            more["window_slots"] = (self.num_windowed, t)
         return PackedInts(
             token_ids=(t,), token_slots=(t,), positions=(t,), first_slots=(t,), second_slots=(t,), token_hidden=(t,),
             table_changes=(2, self.num_table_changes(num_decode, num_prefill)), decode_lens=(num_decode,),
@@ -136,7 +148,8 @@ class StepFormat:
 
     def empty_forward(self, num_decode: int, num_prefill: int) -> tuple[Views, Ints]:
         views, ints = self.forward_layout(num_decode, num_prefill).zeros()
-        views["first_slots"][:] = views["second_slots"][:] = self.dropped_slot
+        for name in ("first_slots", "second_slots", *(["window_slots"] if self.windows else [])):
+            views[name][:] = self.dropped_slot
         views["token_slots"][:] = self.max_num_seqs
         views["prefill_slots"][:] = self.max_num_seqs
         views["table_changes"][0] = math.prod(self.tables_shape)
@@ -266,6 +279,11 @@ def pack_forward(
     second = second_blocks * step_format.block_size + rest
     views["second_slots"][place] = np.where(hidden, step_format.dropped_slot, second)
     views["token_hidden"][place] = hidden
+    if step_format.windows is not None:
+        size = step_format.windows.block_size
+        blocks = batch.block_tables[owner, 2:, position // size].T
+        slots = blocks * size + position % size
+        views["window_slots"][:, place] = np.where(blocks == NULL_BLOCK, step_format.dropped_slot, slots)
     if step_format.has_adapters and batch.adapters is not None:
         views["adapters"][place] = batch.adapters[owner]
 

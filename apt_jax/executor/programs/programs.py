@@ -55,6 +55,7 @@ from apt_jax.executor.programs.token_counts import IN_PROMPT
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.decoder import convert_inputs, decoder_step, greedy_tokens, logits
+from apt_jax.models.layer_groups import LayerGroups
 from apt_jax.models.params import ModelParams, output_head
 from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions, slot_ranges
 from apt_jax.ops import sampling
@@ -83,6 +84,7 @@ class Programs:
         platform: JAX's name of the devices' platform.
         specs: partition specs of the weights over the mesh.
         tuning_dir: see `compiler_options`.
+        layer_groups: groups of layers that share arrays of the pool; None: every layer has an array of its own.
 
     Attributes:
         jitted: jitted functions by name; programs compiled ahead of time are called without them.
@@ -103,7 +105,9 @@ class Programs:
         specs: Any,
         platform: str,
         tuning_dir: Path | None = None,
+        layer_groups: LayerGroups | None = None,
     ) -> None:
+        self._layer_groups = layer_groups
         self.config, self.ops, self.step_format, self.kinds_offered = config, ops, step_format, kinds_offered
         self._hidden_mode: HiddenMode | None = hidden_mode
         self._tensor, self._mesh, self._specs = tensor, mesh, specs
@@ -180,6 +184,7 @@ class Programs:
             "step": self.step_format,
             "kinds": self.kinds_offered,
             "hidden": self._hidden_mode,
+            "groups": self._layer_groups,
             "ops": {name: getattr(self.ops, name) for name in _OPS_FACTS},
             "tensor": None if self._tensor is None else (self._tensor.size, self._tensor.config),
             "mesh": None if self._mesh is None else self._mesh.shape_tuple,
@@ -276,6 +281,7 @@ class Programs:
             kinds=kinds,
             ops=self.ops,
             tensor=self._tensor,
+            layer_groups=self._layer_groups,
         )
 
     def forward(
@@ -346,11 +352,15 @@ class Programs:
         return tables, batch, self._options(num_decode, kinds), sample_rows
 
     def _tables_of_rows(self, tables: Array, slots: Array, lens: Array, hidden: Array) -> Array:
-        """Return the block tables, (n, 2, J), of rows that have `lens` positions. Entries after the blocks in use,
+        """Return the block tables, (n, H, J), of rows that have `lens` positions. Entries after the blocks in use,
         where a slot's table may still name blocks of an earlier request, are `NULL_BLOCK`."""
         block_size = jnp.where(hidden, self.step_format.hidden_block_size, self.step_format.block_size)
         num_blocks = jax.lax.div(lens + block_size - 1, block_size)  # none is negative
         halves = jnp.stack([num_blocks, jnp.where(hidden, 0, num_blocks)], axis=1)
+        if self.step_format.windows is not None:
+            size = self.step_format.windows.block_size
+            windowed = jax.lax.div(lens + size - 1, jnp.int32(size))[:, None]
+            halves = jnp.concatenate([halves, jnp.repeat(windowed, self.step_format.num_windowed, axis=1)], axis=1)
         used = jnp.arange(self.step_format.table_len, dtype=jnp.int32)[None, None, :] < halves[:, :, None]
         # Slots of padding are out of range, and no block of theirs is used.
         return jnp.where(used, tables.at[slots].get(mode="clip", wrap_negative_indices=False), NULL_BLOCK)
@@ -490,7 +500,7 @@ class Programs:
 
     def change_tables(self, tables: Array, changes: Array) -> tuple[Array]:
         """Apply changes, a (2, m) array of flat indices and blocks, to the block tables, which are donated."""
-        slot, rest = _divided(changes[0], 2 * self.step_format.table_len)
+        slot, rest = _divided(changes[0], self.step_format.tables_shape[1] * self.step_format.table_len)
         half, column = _divided(rest, self.step_format.table_len)
         changed = tables.at[slot, half, column].set(changes[1], mode="drop", wrap_negative_indices=False)
         return (changed,)

@@ -164,7 +164,7 @@ class ProgramRunner:
         self.last_tokens: Any = memory.described((self.step_format.max_num_seqs,), jnp.int32)
         self.tables: Any = memory.described(self.step_format.tables_shape, jnp.int32)
         self.token_counts: Any = memory.described(self.step_format.counts_shape, jnp.int32)
-        self.sent_tables = SentTables(self.step_format.max_num_seqs, self.step_format.table_len)
+        self.sent_tables = SentTables(self.step_format.tables_shape)
         self.sent_counts = SentCounts(*self.step_format.counts_shape)
         self.leader: Leader | None = None
         self._described: dict[int, str] = {}

@@ -38,7 +38,7 @@ def step_tables(lens: list[int], kinds: list[int], rng: np.random.Generator) -> 
 @given(st.data())
 def test_the_device_has_the_tables_of_every_step(data):
     """Rows come, grow, shrink, change their kind and leave their slot to others, in any order; and once all is lost."""
-    sent, device = SentTables(SLOTS, TABLE_LEN), np.zeros(SLOTS * 2 * TABLE_LEN, np.int32)
+    sent, device = SentTables((SLOTS, 2, TABLE_LEN)), np.zeros(SLOTS * 2 * TABLE_LEN, np.int32)
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 20)))
     tables: dict[int, np.ndarray] = {}
     for _ in range(data.draw(st.integers(1, 8))):
@@ -65,7 +65,7 @@ def test_the_device_has_the_tables_of_every_step(data):
 
 
 def test_a_row_sends_the_blocks_that_it_begins():
-    sent = SentTables(SLOTS, TABLE_LEN)
+    sent = SentTables((SLOTS, 2, TABLE_LEN))
     first = np.array([[[1, 2], [3, 4]], [[5, 0], [0, 0]]], np.int32)
     slots = np.array([2, 0], np.int32)
     sent.take_changes(slots, first)
@@ -78,7 +78,7 @@ def test_a_row_sends_the_blocks_that_it_begins():
 
 
 def test_other_tables_on_the_device_are_noticed():
-    sent = SentTables(SLOTS, TABLE_LEN)
+    sent = SentTables((SLOTS, 2, TABLE_LEN))
     sent.take_changes(np.array([3], np.int32), np.array([[[1], [3]]], np.int32))
     with pytest.raises(RuntimeError, match=r"block tables on the device are wrong in slots \[3\]"):
         sent.check(np.zeros((SLOTS, 2, TABLE_LEN), np.int32))
@@ -96,7 +96,7 @@ def test_what_rows_begin_in_a_step_fits_into_it(seed, mixed):
     sizes = np.where(kinds == KV, executor.block_size, executor.hidden_block_size)
     before, after = -(-start // sizes), -(-(start + lens) // sizes)
     batch = step_tables(after.tolist(), kinds.tolist(), rng)
-    sent = SentTables(4, step_format.table_len)
+    sent = SentTables((4, 2, step_format.table_len))
     slots = np.arange(len(lens), dtype=np.int32)
     cached = np.where(np.arange(batch.shape[2])[None, None, :] < before[:, None, None], batch, NULL_BLOCK)
     sent.take_changes(slots, cached)

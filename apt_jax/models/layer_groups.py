@@ -1,0 +1,65 @@
+"""Groups of layers that share arrays of the pool: layers that keep all positions, and layers that keep their window.
+
+A model of which some layers attend to a window of positions, and others to all, has the arrays of its global layers.
+The windowed layers use the same arrays, in other blocks, as many layers at a time as there are arrays:
+
+    Gemma 3, 26 layers, every sixth global: 4 arrays, blocks of the global layers and of 6 sets of windowed layers
+
+                       array 0   array 1   array 2   array 3
+    global block       layer 5   layer 11  layer 17  layer 23     keys, values: 2 blocks of a group
+    windowed, set 0    layer 0   layer 1   layer 2   layer 3      keys, values of 6 sets:
+    ...                                                           12 blocks of a group
+    windowed, set 5    layer 24  layer 25  -         -
+
+So all blocks have one size and come from one pool.
+"""
+
+import dataclasses
+
+from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import WindowSpec
+from apt_jax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerGroups:
+    """Where the layers of a model keep their cache."""
+
+    num_arrays: int
+    arrays: tuple[int, ...]
+    """Array of the pool that each layer uses."""
+    sets: tuple[int | None, ...]
+    """Set of windowed layers that each layer belongs to; None: it keeps all positions. Set s uses the block tables 2 + 2
+    s of keys and 3 + 2 s of values."""
+    windows: WindowSpec
+
+
+def layer_groups(
+    config: ModelConfig, cache: CacheConfig, *, hidden: bool, max_model_len: int, both_ends: bool = False
+) -> LayerGroups | None:
+    """Return the groups of a model's layers; None: all layers keep all positions, each in an array of its own.
+
+    That is so if no layer has a window, if all have one or their windows differ, and if positions of layer inputs, host
+    memory or shared blocks are offered, whose groups have the same positions in all layers.
+
+    Args:
+        hidden: True if layer inputs are offered.
+        max_model_len: longest context; a window that is as long has no effect.
+        both_ends: True if requests share blocks.
+    """
+    if not config.layer_windows or hidden or both_ends or cache.swap_space or cache.mode == "hidden":
+        return None
+    windows = [w if w is not None and w < max_model_len else None for w in config.layer_windows]
+    kept = [i for i, window in enumerate(windows) if window is None]
+    windowed = [i for i, window in enumerate(windows) if window is not None]
+    sizes = {window for window in windows if window is not None}
+    if not kept or len(sizes) != 1:
+        return None
+    arrays, sets = [0] * config.num_layers, list[int | None]([None] * config.num_layers)
+    for at, layer in enumerate(kept):
+        arrays[layer] = at
+    for at, layer in enumerate(windowed):
+        sets[layer], arrays[layer] = divmod(at, len(kept))
+    num_sets = -(-len(windowed) // len(kept))
+    spec = WindowSpec(window=sizes.pop(), block_size=cache.block_size, blocks_per_group=2 * num_sets)
+    return LayerGroups(num_arrays=len(kept), arrays=tuple(arrays), sets=tuple(sets), windows=spec)
