@@ -48,7 +48,7 @@ def needed_extras(
         "key norm": config.qk_norm == "head",
         "lane norm": config.qk_norm == "lane",
         "adapters": adapted_keys,
-        "input width": config.hidden_size != config.lane,
+        "input width": config.input_width != config.lane,
     }
     grouped = {"grouped absorption": config.num_heads > config.num_kv_heads}
     needed = {"prefill": rules}

@@ -172,7 +172,13 @@ class JaxExecutor:
                 params, plan.loaded_config, mesh, by_feature=plan.cuts_by_feature, keep=keep_params
             )
         self._memory = PoolMemory(
-            self.config, cache.block_size, self.params.dtype, self.device, mesh, plan.layer_groups
+            self.config,
+            cache.block_size,
+            self.params.dtype,
+            self.device,
+            mesh,
+            plan.layer_groups,
+            holds_keys=self.kinds_offered.kv,
         )
         self._load_executables = load_executables
         self.runner = self._sized_runner(mesh, specs)
@@ -192,7 +198,7 @@ class JaxExecutor:
             )
             if both_ends:
                 kv, hidden = self.kinds_offered
-                widths = (self.config.lane if kv else None, self.config.hidden_size if hidden else None)
+                widths = (self.config.lane if kv else None, self.config.input_width if hidden else None)
                 self.host.add_slots(widths, self._memory.placed_slots)
         self.transfers = Transfers(self.runner, self.ready, self.host)
         self._prompts = PromptPrograms(self.runner, self.buckets.scored)

@@ -150,8 +150,8 @@ def plan_executor(
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
         )
-    hidden = parallel.offers_hidden(config, cache, num_devices)
-    kinds = KindSet(kv=cache.mode != "hidden", hidden=hidden)
+    kinds = parallel.kinds_offered(config, cache, num_devices)
+    hidden = kinds.hidden
     hidden_block_size = config.hidden_block_size(cache.block_size) if hidden else cache.block_size
     hidden_mode: HiddenMode | None = None
     if hidden and cache.hidden_attention != "reproject":
@@ -173,7 +173,7 @@ def plan_executor(
         "kv_table_len": -(-max_model_len // cache.block_size) * kinds.kv,
         "hidden_table_len": -(-max_model_len // hidden_block_size) * hidden,
     }
-    absorbs_prompts = hidden_mode == "absorb" and config.hidden_size == config.lane and not extras["prefill"]
+    absorbs_prompts = hidden_mode == "absorb" and config.input_width == config.lane and not extras["prefill"]
     groups = layer_groups(loaded, cache, hidden=hidden, max_model_len=max_model_len, both_ends=both_ends)
     halves = 2 if groups is None else 2 + groups.windows.blocks_per_group
     entries = max_num_seqs * max(halves * max(table_lens.values()), config.vocab_size)

@@ -57,6 +57,7 @@ class PoolMemory:
         dtype: dtype of the weights.
         device: a device of this process, whose free memory is read.
         groups: groups of layers that share arrays; None: every layer has an array of its own.
+        holds_keys: False if no request caches keys and values.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class PoolMemory:
         device: Any,
         mesh: Mesh | None,
         groups: LayerGroups | None = None,
+        *,
+        holds_keys: bool = True,
     ) -> None:
         self._num_arrays = config.num_layers if groups is None else groups.num_arrays
         self._config, self._device, self._mesh = config, device, mesh
-        self._block_shape = (block_size, config.lane)
+        self._block_shape = (block_size, config.pool_lane(kv=holds_keys))
         self._dtype = pool_dtype(dtype, device.platform)
         # Devices simulated on a CPU share its memory.
         self._num_memories = 1 if mesh is None or self._is_host else mesh.size

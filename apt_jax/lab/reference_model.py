@@ -54,15 +54,38 @@ def _turn(x: Float[Array, "T N H"], rope: RopeConfig | None) -> Float[Array, "T 
     return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
 
+def _latents(x: Array, p: LayerParams, config: ModelConfig, layer: int) -> tuple[Array, Array]:
+    """Return the inputs of the projections to queries, (T, Q), and to keys and values, (T, C + R)."""
+    assert config.latent is not None
+    assert p.latent is not None
+    eps = config.latent.norm_eps
+
+    def norm(y: Array, scale: Array) -> Array:
+        return y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps) * scale[None]
+
+    q_input = x
+    if p.latent.w_query is not None:
+        assert p.latent.query_norm is not None
+        q_input = norm(_einsum("TD,QD->TQ", x, p.latent.w_query), p.latent.query_norm.scale)
+    both = _einsum("TD,CD->TC", x, p.latent.w)
+    c, key = both[:, : config.latent.rank], both[:, config.latent.rank :]
+    turned = _turn(key[:, None], config.rope_of(layer))[:, 0]
+    return q_input, jnp.concatenate([norm(c, p.latent.norm.scale), turned], axis=1)
+
+
 def _attention(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, layer: int) -> Float[Array, "T D"]:
     groups = config.num_heads // config.num_kv_heads
-    q = _plus(_einsum("TD,NHD->TNH", x, p.wq), p.bq)
+    q_input = x
+    if config.latent is not None:
+        q_input, x = _latents(x, p, config, layer)
+    q = _plus(_einsum("TD,NHD->TNH", q_input, p.wq), p.bq)
     k = _plus(_einsum("SD,KHD->SKH", x, p.wk), p.bk)
     v = _plus(_einsum("SD,KHD->SKH", x, p.wv), p.bv)
     if config.clip_qkv is not None:
         q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
     q = _turn(_head_norm(q, p.q_norm, config), config.rope_of(layer))
-    k = _turn(_head_norm(k, p.k_norm, config), config.rope_of(layer))
+    if config.latent is None:  # the rotary lanes of a latent are rotated already
+        k = _turn(_head_norm(k, p.k_norm, config), config.rope_of(layer))
     if config.query_growth is not None:
         turns = jnp.floor(jnp.arange(x.shape[0]) / config.query_growth.length)
         q = q * (1 + config.query_growth.factor * jnp.log(1 + turns))[:, None, None]
@@ -103,16 +126,25 @@ def _experts(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Flo
     mixture, experts, activate = config.experts, p.experts, _ACTIVATIONS[config.activation]
     assert mixture is not None
     assert experts is not None
-    scores = jax.nn.softmax(_einsum("TD,XD->TX", x, experts.router))
-    least = jnp.sort(scores)[:, -mixture.per_token]
-    scores = jnp.where(scores >= least[:, None], scores, 0.0)
+    products = _einsum("TD,XD->TX", x, experts.router)
+    scores = jax.nn.softmax(products) if mixture.scoring == "softmax" else jax.nn.sigmoid(products)
+    choice = _plus(scores, experts.router_bias)
+    if mixture.num_groups > 1:
+        ordered = jnp.sort(choice.reshape(x.shape[0], mixture.num_groups, -1))
+        best = ordered[..., -1] + (0.0 if mixture.scoring == "softmax" else ordered[..., -2])
+        is_chosen = best >= jnp.sort(best)[:, -mixture.groups_per_token][:, None]
+        choice = jnp.where(jnp.repeat(is_chosen, ordered.shape[2], axis=1), choice, -jnp.inf)
+    least = jnp.sort(choice)[:, -mixture.per_token]
+    scores = jnp.where(choice >= least[:, None], scores, 0.0)
     if mixture.normalize:
         scores = scores / scores.sum(axis=1, keepdims=True)
+    scores = scores * mixture.factor
     up = activate(_einsum("TD,XFD->TXF", x, experts.w_gate)) * _einsum("TD,XFD->TXF", x, experts.w_up)
     out = _einsum("TX,TXD->TD", scores, _einsum("TXF,XDF->TXD", up, experts.w_down))
-    if experts.shared_gate is not None:
+    if p.w_down is not None:
         shared = _feed_forward(x, dataclasses.replace(p, experts=None), config)
-        out = out + jax.nn.sigmoid(_einsum("TD,OD->TO", x, experts.shared_gate)) * shared
+        gate = experts.shared_gate
+        out = out + (shared if gate is None else jax.nn.sigmoid(_einsum("TD,OD->TO", x, gate)) * shared)
     return out
 
 
@@ -123,9 +155,9 @@ def _layer(h: Float[Array, "T D"], p: LayerParams, config: ModelConfig, i: int) 
     if config.norm_placement == "post":
         h = norm(h + _attention(h, p, config, i), p.attn_norm)
         return norm(h + _feed_forward(h, p, config), p.ffn_norm)
-    after = h + norm(_attention(norm(h, p.attn_norm), p, config, i), p.attn_out_norm)
+    after = h + norm(_attention(norm(h, p.attn_norm), p, config, i), p.attn_out_norm) * config.residual_scale
     source = h if config.parallel else after
-    return after + norm(_feed_forward(norm(source, p.ffn_norm), p, config), p.ffn_out_norm)
+    return after + norm(_feed_forward(norm(source, p.ffn_norm), p, config), p.ffn_out_norm) * config.residual_scale
 
 
 def forward(params: ModelParams, tokens: Int32[Array, " T"], config: ModelConfig) -> Float[Array, "T V"]:
@@ -155,7 +187,7 @@ def forward(params: ModelParams, tokens: Int32[Array, " T"], config: ModelConfig
     if params.project_out is not None:
         h = _einsum("TD,ED->TE", h, params.project_out)
     head = params.embed if params.head is None else params.head
-    logits = _plus(_einsum("TE,VE->TV", h, head), params.head_bias)
+    logits = _plus(_einsum("TE,VE->TV", h, head), params.head_bias) * config.logits_scale
     cap = config.logits_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -4,6 +4,8 @@ Decode rows of the KV kind attend over keys and values. Decode rows of the hidde
 with the projections absorbed into the query and the result: score = (W_k^T q) . x + q . b_k, where the second term
 cancels in the softmax, and out = W_v (sum a x) + b_v, because sum a = 1. Key lanes that are rotated or normed after
 projection cannot be absorbed: they are computed from x.
+
+In models with latent attention x is the latent (`config.LatentConfig`) in all of this.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ from apt_jax.models.step import (
 from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, KeyNorm, LogitModifiers, PrefillCall, Projection
 from apt_jax.ops.linear import apply_rope, rms_norm_heads
 from apt_jax.ops.low_rank import absorbed_low_rank
-from apt_jax.ops.weights import KeyValueAdapters, LowRank
+from apt_jax.ops.weights import KeyValueAdapters, LowRank, NormParams
 from apt_jax.ops.xla_common import project_shards
 
 _CosSin = tuple[Array, Array]
@@ -72,13 +74,14 @@ def head_norm_scale(stored: Array | None, config: ModelConfig) -> Array | None:
     return stored.astype(jnp.float32) + config.norm_offset
 
 
-def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NH"], Array]:
+def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NV"], Array]:
     """Write the cache of all tokens of a step to the pool and compute their attention; return the attention output
     before the output projection, and the updated pool."""
     b, t, head_dim = a.options.num_decode, x.shape[0], a.config.head_dim
-    q, k, v = _project_step(a, x)
+    of_queries, inputs = (x, x) if a.config.latent is None else _latents(a, x)
+    q, k, v = _project_step(a, of_queries, inputs)
     q = q.reshape(t, -1, head_dim)
-    pool = _write_cache(a, pool, x, k, v)
+    pool = _write_cache(a, pool, inputs, k, v)
     outs = []
     if b:
         outs.append(_attend_decode(a, q[:b], pool).astype(x.dtype))
@@ -86,7 +89,7 @@ def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Flo
         keys, values = (part[b:].reshape(t - b, -1, head_dim) for part in (k, v))
         out = _attend_prefill(a, q[b:], keys, values, pool)
         outs.append(out.astype(x.dtype))
-    return jnp.concatenate(outs).reshape(t, -1), pool
+    return jnp.concatenate([out[:, :, : a.config.value_dim] for out in outs]).reshape(t, -1), pool
 
 
 def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | None = None) -> LogitModifiers | None:
@@ -103,7 +106,30 @@ def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | No
 # ---- projection to q, k and v
 
 
-def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Array, Array]:
+def _latents(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Float[Array, "T Q"], Float[Array, "T I"]]:
+    """Return the inputs of the projection to queries, and the latents [c; k_r], in the dtype of x."""
+    p, product, latent = a.params.latent, a.options.ops.dense, a.config.latent
+    assert p is not None
+    assert latent is not None
+    assert a.cos_sin is not None
+    of_queries = x
+    if p.w_query is not None:
+        of_queries = _latent_norm(apply_dense(x, p.w_query, None, product), p.query_norm, a.config).astype(x.dtype)
+    out = apply_dense(x, p.w, None, product)
+    c = _latent_norm(out[:, : latent.rank], p.norm, a.config)
+    key = apply_rope(out[:, None, latent.rank :], *a.cos_sin)[:, 0]
+    return of_queries, jnp.concatenate([c, key], axis=1).astype(x.dtype)
+
+
+def _latent_norm(x: Float[Array, "T C"], norm: NormParams | None, config: ModelConfig) -> Float[Array, "T C"]:
+    assert norm is not None
+    assert config.latent is not None
+    return rms_norm_heads(x[:, None], norm.scale, config.latent.norm_eps)[:, 0]
+
+
+def _project_step(
+    a: AttentionInputs, x: Float[Array, "T D"], inputs: Float[Array, "T I"]
+) -> tuple[Array, Array, Array]:
     """Run `_project` on all tokens. If no decode row is of the KV kind, k and v of decode rows are zeros; backends
     without `branches` compute them anyway if `kinds` allows KV rows."""
     b, t = a.options.num_decode, x.shape[0]
@@ -112,7 +138,7 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
     def project(start: int, stop: int, *, q_only: bool = False) -> tuple[Array, Array, Array]:
         cos_sin = None if a.cos_sin is None else (a.cos_sin[0][start:stop], a.cos_sin[1][start:stop])
         index = None if a.batch.adapters is None else a.batch.adapters[start:stop]
-        q, k, v = _project(a, x[start:stop], cos_sin, index, q_only=q_only)
+        q, k, v = _project(a, x[start:stop], inputs[start:stop], cos_sin, index, q_only=q_only)
         if a.config.query_growth is not None:
             q = grow_queries(q, a.batch.positions[start:stop], a.config.query_growth)
         return q, k, v
@@ -130,10 +156,10 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
 
 
 def _project(
-    a: AttentionInputs, x: Array, cos_sin: _CosSin | None, index: Array | None, *, q_only: bool = False
+    a: AttentionInputs, x: Array, inputs: Array, cos_sin: _CosSin | None, index: Array | None, *, q_only: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Return q (T, N * H), k and v (T, E) of tokens, in the dtype of x. Non-finite values of k and v become zero. With
-    `q_only`, k and v are zeros. `index` is the adapter of each token."""
+    """Return q (T, N * H), computed from x, and k and v (T, E), from `inputs`, in the dtype of x. Non-finite values of k
+    and v become zero. With `q_only`, k and v are zeros. `index` is the adapter of each token."""
     p, config = a.params, a.config
     lanes, q_width = config.lane, config.num_heads * config.head_dim
     nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
@@ -142,8 +168,9 @@ def _project(
 
     def project(w: Any, b: Array | None, *fields: str) -> Array:
         bias = None if b is None else b.reshape(-1)
-        out = apply_dense(x, flatten_inputs(w, len(w.shape) - 1), bias, a.options.ops.dense)
-        return adapted(out, x, p, [(field, widths[field]) for field in fields], index, a.options.ops)
+        rows = x if "wq" in fields else inputs
+        out = apply_dense(rows, flatten_inputs(w, len(w.shape) - 1), bias, a.options.ops.dense)
+        return adapted(out, rows, p, [(field, widths[field]) for field in fields], index, a.options.ops)
 
     if p.wqkv is not None and not (q_only and p.wq is not None):
         split = a.options.ops.split_qkv
@@ -155,15 +182,24 @@ def _project(
         q, k, v = project(p.wq, p.bq, "wq"), nothing, nothing
     elif a.options.cuts_by_feature:
         assert a.options.tensor is not None
-        q, share = project(p.wq, p.bq, "wq"), a.options.tensor.own(x, 1)
-        k, v = project_shards(share, p.wk, p.bk, p.wv, p.bv, a.options.tensor)
+        q, share = project(p.wq, p.bq, "wq"), a.options.tensor.own(inputs, 1)
+        k, v = project_shards(share, p.wk, p.bk, _wide_values(a), p.bv, a.options.tensor)
     else:
         q, k, v = project(p.wq, p.bq, "wq"), project(p.wk, p.bk, "wk"), project(p.wv, p.bv, "wv")
     if config.clip_qkv is not None:
         q, k, v = (jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (q, k, v))
     q = _norm_and_rotate(a, q, p.q_norm, cos_sin, are_queries=True)
-    k = k if q_only else _norm_and_rotate(a, k, p.k_norm, cos_sin, are_queries=False)
+    if config.latent is not None:
+        v = v.reshape(v.shape[0], config.num_kv_heads, -1)
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, config.head_dim - v.shape[2]))).reshape(nothing.shape)
+    k = k if q_only or config.latent is not None else _norm_and_rotate(a, k, p.k_norm, cos_sin, are_queries=False)
     return q.astype(x.dtype), zero_non_finite(k.astype(x.dtype)), zero_non_finite(v.astype(x.dtype))
+
+
+def _wide_values(a: AttentionInputs) -> Array:
+    """Return W_v, with zeros where a head's values are narrower than its keys."""
+    wv, more = a.params.wv, a.config.head_dim - a.config.value_dim
+    return jnp.pad(wv, ((0, 0), (0, more), (0, 0))) if more else wv
 
 
 def grow_queries(q: Float[Array, "T E"], positions: Int32[Array, " T"], growth: QueryGrowth) -> Array:
@@ -223,14 +259,16 @@ def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) 
     batch, (kv_rows, hidden_rows) = a.batch, a.options.kinds
     if a.options.tensor is not None and hidden_rows:
         x = a.options.tensor.own(x, 1)
-    lanes = a.config.lane
+    lanes = pool.shape[2]
     is_apart = hidden_rows and x.shape[1] != lanes
     if is_apart:
         pool = _write_inputs(a, pool, zero_non_finite(x))
         if not kv_rows:
             return pool
     first = k
-    if hidden_rows and not is_apart:
+    if not kv_rows:
+        first = zero_non_finite(x)
+    elif hidden_rows and not is_apart:
         first = jnp.where(batch.token_hidden[:, None], zero_non_finite(x), k)
     rows = jnp.concatenate([first, v]) if kv_rows else first
     first_slots = batch.first_slots
@@ -259,9 +297,9 @@ def _write_inputs(a: AttentionInputs, pool: Array, x: Array) -> Array:
 # ---- attention
 
 
-def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
+def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N V"]:
     """Compute attention of decode rows with the op of each row's kind; each op returns zeros for rows of the other
-    kind."""
+    kind. V is H or, after absorbed attention, the width of a head's values."""
     kv_rows, hidden_rows = a.options.kinds
     zeros = jnp.zeros(q.shape, jnp.float32)
     if not hidden_rows:
@@ -305,7 +343,7 @@ def _hidden_call(a: AttentionInputs, pool: Array) -> DecodeCall:
     )
 
 
-def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
+def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N V"]:
     """Compute attention of decode rows of the hidden kind; zeros for other rows."""
     p, options, batch, call = a.params, a.options, a.batch, _hidden_call(a, pool)
     if options.cuts_by_feature:
@@ -331,7 +369,7 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
 
 def _attend_absorbed_shards(
     a: AttentionInputs, q: Float[Array, "B N H"], call: DecodeCall, tensor: TensorParallel
-) -> Float[Array, "B N H"]:
+) -> Float[Array, "B N V"]:
     """Compute absorbed attention of this device's heads when layer inputs are sharded by feature. Each device then
     computes partial sums of the scores of all heads."""
     p = a.params
@@ -344,9 +382,12 @@ def _attend_absorbed_shards(
 def _projection(a: AttentionInputs, index: Array | None, *, lanes: int | None = None) -> Projection:
     """Return the projection from cached layer inputs to keys and values, for rows with the adapters `index`. With
     `lanes`, it gives only the first `lanes` lanes of each key, and no values."""
-    p, angles, norm, adapters = a.params, a.all_angles, a.key_norm, _key_adapters(a, index, lanes)
+    p, norm, adapters = a.params, a.key_norm, _key_adapters(a, index, lanes)
+    angles = a.all_angles if a.config.latent is None else None  # the rotary lanes of a latent are rotated already
     if lanes is None:
-        return Projection(wk=p.wk, bk=p.bk, wv=p.wv, bv=p.bv, angles=angles, key_norm=norm, adapters=adapters)
+        return Projection(
+            wk=p.wk, bk=p.bk, wv=_wide_values(a), bv=p.bv, angles=angles, key_norm=norm, adapters=adapters
+        )
     bias = None if p.bk is None else p.bk[:, :lanes]
     return Projection(wk=p.wk[:, :lanes], bk=bias, angles=angles, key_norm=norm, adapters=adapters)
 

@@ -75,12 +75,22 @@ class ExpertsConfig:
     """F of one expert."""
     normalize: bool
     """True if the weights of a token's experts are divided by their sum."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's products that gives the weights. With "sigmoid" a bias is added where experts are chosen,
+    but not to their weights (DeepSeek-V3)."""
+    num_groups: int = 1
+    """Number of groups of equally many consecutive experts; a token goes to experts of `groups_per_token` of them."""
+    groups_per_token: int = 1
+    """Groups are chosen by their best expert or, with "sigmoid", by the sum of their two best."""
+    factor: float = 1.0
+    """Factor on the weights, after `normalize`."""
     dense_layers: tuple[int, ...] = ()
     """Indices of layers with one feed-forward layer of `ModelConfig.ffn_size` for all tokens; indices beyond the last
     layer are ignored."""
     shared_size: int = 0
-    """F of an expert that all tokens go to, with a gate of its own: its output is multiplied by the sigmoid of a product
-    with the token (Qwen2-MoE); 0: none."""
+    """F of an expert that all tokens go to; 0: none. Several such experts are one of their total width."""
+    shared_gate: bool = True
+    """True if the output of that expert is multiplied by the sigmoid of a product with the token (Qwen2-MoE)."""
 
     def __post_init__(self) -> None:
         _require(
@@ -91,6 +101,39 @@ class ExpertsConfig:
             0 < self.per_token <= self.num_experts,
             f"model experts: per_token={self.per_token} must lie in [1, {self.num_experts}]",
         )
+        size, rest = divmod(self.num_experts, max(1, self.num_groups))
+        _require(
+            self.num_groups > 0 and rest == 0 and (self.num_groups == 1 or self.scoring == "softmax" or size > 1),
+            f"model experts: num_groups={self.num_groups} must divide num_experts={self.num_experts}",
+        )
+        _require(
+            0 < self.groups_per_token <= self.num_groups and self.per_token <= self.groups_per_token * size,
+            f"model experts: groups_per_token={self.groups_per_token} must lie in [1, {self.num_groups}], and that many groups "
+            f"must hold per_token={self.per_token} experts",
+        )
+        _require(
+            math.isfinite(self.factor) and self.factor > 0, f"model experts: factor={self.factor} must be positive"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Latent attention (MLA, DeepSeek-V2): keys and values of all heads are projections of one vector per token, the
+    latent [c; k_r], which is cached in the place of a layer input.
+
+    c is a projection of the layer input, RMS-normed. k_r is a rotated key that all heads share: the first `rotary_dim`
+    lanes of every head's key. The other lanes of keys, and the values, are projections of c.
+    """
+
+    rank: int
+    """Width of c."""
+    value_dim: int
+    """Width of a head's values, at most H."""
+    query_rank: int | None = None
+    """Width of a normed projection of the layer input from which queries are computed; None: queries are computed from
+    the layer input."""
+    norm_eps: float = 1e-6
+    """As `ModelConfig.norm_eps`, of the norms of latents."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +166,10 @@ class ModelConfig:
     """Factor on the token embeddings (Gemma: sqrt(D))."""
     embedding_norm: bool = False
     """True if a norm follows the token embeddings (BLOOM)."""
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and feed-forward before they are added to the residual stream (MiniCPM3)."""
+    logits_scale: float = 1.0
+    """Factor on the logits (MiniCPM3)."""
     activation: Activation = "relu"
     gated: bool = False
     """True: the feed-forward layer is `down(activation(gate(x)) * up(x))`; False: `down(activation(up(x)))`."""
@@ -154,6 +201,8 @@ class ModelConfig:
     unrotated_layers: tuple[int, ...] = ()
     """Indices of the layers without a rotary embedding, in a model of which other layers have one (SmolLM3); indices
     beyond the last layer are ignored."""
+    latent: LatentConfig | None = None
+    """Latent attention; None: keys and values are computed from the layer input."""
     query_growth: QueryGrowth | None = None
     """Factor on queries that grows with their position; None: none."""
     alibi_slopes: tuple[float, ...] = ()
@@ -230,11 +279,40 @@ class ModelConfig:
             not self.parallel or self.norm_placement == "pre",
             f"model norm_placement={self.norm_placement!r} with parallel layers",
         )
+        if (latent := self.latent) is not None:
+            _require(
+                latent.rank > 0 and 0 < latent.value_dim <= self.head_dim and (latent.query_rank or 1) > 0,
+                f"model latent={latent!r:.80}: ranks must be positive, and value_dim must lie in [1, {self.head_dim}]",
+            )
+            others = (self.local_rope, self.qk_norm, self.clip_qkv, self.query_growth)
+            _require(
+                self.rope is not None and self.rope.rotary_dim < self.head_dim and self.num_kv_heads == self.num_heads
+                and not self.qkv_bias and not self.unrotated_layers and all(other is None for other in others),
+                "model latent: needs partly rotated heads, as many key heads as query heads, and no bias, norm, clipping or "
+                "growth of queries and keys",
+            )  # fmt: skip
 
     @property
     def lane(self) -> int:
         """E = K * H: elements of a token's keys, or of its values, in one layer."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values. Values narrower than H are cached with zeros in the other lanes."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def input_width(self) -> int:
+        """Width of the vector that the hidden kind caches of a token in one layer: D, or the width of the latent."""
+        if self.latent is None or self.rope is None:
+            return self.hidden_size
+        return self.latent.rank + self.rope.rotary_dim
+
+    def pool_lane(self, *, kv: bool) -> int:
+        """Return the elements of a slot of the pool: E, but the width of the latent if the model has one and no request
+        caches keys and values (`kv` is False)."""
+        return self.lane if kv or self.latent is None else self.input_width
 
     @property
     def scale(self) -> float:
@@ -244,11 +322,12 @@ class ModelConfig:
     @property
     def hidden_ratio(self) -> float:
         """Size of a token's layer input relative to its keys and values: D / 2E."""
-        return self.hidden_size / (2 * self.lane)
+        return self.input_width / (2 * self.lane)
 
     def hidden_block_size(self, block_size: int) -> int:
-        """Return the number of layer inputs that fit in a block of `block_size` keys: floor(C E / D)."""
-        return block_size * self.lane // self.hidden_size
+        """Return the number of layer inputs that fit in a block of `block_size` keys: floor(C E / D); of latents, whose
+        pool holds no keys, `block_size`."""
+        return block_size * self.pool_lane(kv=False) // self.input_width
 
     @property
     def hidden_refusal(self) -> str | None:
@@ -256,7 +335,7 @@ class ModelConfig:
         if self.hidden_ratio >= 1:
             size = "larger" if self.hidden_ratio > 1 else "not smaller"
             return (
-                f"its layer inputs ({self.hidden_size} values per token and layer) are {size} than its keys and values "
+                f"its layer inputs ({self.input_width} values per token and layer) are {size} than its keys and values "
                 f"(2 x {self.lane})"
             )
         if self.clip_qkv is not None:
@@ -272,8 +351,9 @@ class ModelConfig:
     def offers_hybrid(self) -> bool:
         """True if an engine can offer both cache kinds: the hidden kind is offered, and layer inputs take at most half
         the memory of K and V. A smaller saving does not outweigh the cost of handling both kinds in every step and, on
-        CPUs, of keeping second copies of weights."""
-        return self.supports_hidden and self.hidden_size <= self.lane
+        CPUs, of keeping second copies of weights. Latents are so small that a choice would never be for keys and values:
+        in such a model "hybrid" means the hidden kind."""
+        return self.supports_hidden and self.input_width <= self.lane and self.latent is None
 
     @property
     def hidden_mode(self) -> HiddenMode:
@@ -282,7 +362,7 @@ class ModelConfig:
             return "refused"
         if self.qk_norm is not None:  # the norm lies between the query and the key projection
             return "v-absorb"
-        if self.rope is None:
+        if self.rope is None or self.latent is not None:  # the rotary lanes of a latent are rotated before it is cached
             return "absorb"
         return "partial" if self.rope.rotary_dim < self.head_dim else "v-absorb"
 
@@ -331,10 +411,16 @@ class ModelConfig:
     def num_params(self) -> int:
         """Number of parameters, counting tied embeddings once."""
         d, e = self.hidden_size, self.embedding_size or self.hidden_size
-        q, kv = self.num_heads * self.head_dim, self.lane
+        q, kv, out = self.num_heads * self.head_dim, self.lane, self.num_heads * self.value_dim
         norm = (2 if self.norm_bias else 1) * d
         norms = 4 if self.norm_placement == "sandwich" else 2
-        layer = d * (q + 2 * kv) + q * d + norms * norm
+        if self.latent is None:
+            layer = d * (q + 2 * kv)
+        else:
+            width, rank = self.input_width, self.latent.query_rank
+            layer = d * width + self.latent.rank + width * (kv + out)
+            layer += d * q if rank is None else d * rank + rank + rank * q
+        layer += out * d + norms * norm
         layer += (q + 2 * kv) if self.qkv_bias else 0
         layer += d if self.out_bias else 0
         if self.qk_norm is not None:
@@ -345,7 +431,10 @@ class ModelConfig:
             experts, f = self.experts_of(i), self.dense_size(i)
             total += products * d * f + ((f * (products - 1) + d) if self.ffn_bias else 0)
             if experts is not None:
-                total += experts.num_experts * (d + products * d * experts.size) + (d if f else 0)
+                total += experts.num_experts * (d + products * d * experts.size) + (
+                    d if f and experts.shared_gate else 0
+                )
+                total += experts.num_experts if experts.scoring == "sigmoid" else 0
         if self.position == "learned":
             total += (self.max_position + self.position_offset) * d
         total += norm if self.final_norm else 0

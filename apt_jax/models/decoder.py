@@ -99,10 +99,21 @@ def route(
     x: Float[Array, "T D"], experts: Experts, config: ModelConfig
 ) -> tuple[Int32[Array, "T E"], Float[Array, "T E"]]:
     """Return the experts that each row goes to, and their weights."""
-    assert config.experts is not None
-    scores = jax.nn.softmax(dense(x, experts.router), axis=-1)
-    weights, ids = lax.top_k(scores, config.experts.per_token)
-    return ids, weights / jnp.sum(weights, axis=-1, keepdims=True) if config.experts.normalize else weights
+    mixture = config.experts
+    assert mixture is not None
+    products = dense(x, experts.router)
+    scores = jax.nn.softmax(products, axis=-1) if mixture.scoring == "softmax" else jax.nn.sigmoid(products)
+    choice = scores if experts.router_bias is None else scores + experts.router_bias[None]
+    if mixture.num_groups > 1:
+        by_group = choice.reshape(choice.shape[0], mixture.num_groups, -1)
+        best = jnp.sum(lax.top_k(by_group, 1 if mixture.scoring == "softmax" else 2)[0], axis=-1)
+        least = lax.top_k(best, mixture.groups_per_token)[0][:, -1:]
+        choice = jnp.where((best >= least)[:, :, None], by_group, -jnp.inf).reshape(choice.shape)
+    _, ids = lax.top_k(choice, mixture.per_token)
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    if mixture.normalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * mixture.factor
 
 
 def _add_experts(
@@ -110,9 +121,10 @@ def _add_experts(
 ) -> Float[Array, "T D"]:
     """Compute a mixture of experts in float32, with the expert that all tokens go to if the layer has one."""
     out = options.ops.experts(x, *route(x, experts, config), experts, config.activation)
-    if experts.shared_gate is not None:
+    if p.w_down is not None:
         shared = apply_dense(_first_half(x, p, config, options), p.w_down, None, options.ops.dense)
-        out = out + jax.nn.sigmoid(dense(x, experts.shared_gate)) * shared
+        gate = experts.shared_gate
+        out = out + (shared if gate is None else jax.nn.sigmoid(dense(x, gate)) * shared)
     if options.tensor is not None:
         out = options.tensor.sum(out.astype(x.dtype)).astype(jnp.float32)
     return out
@@ -237,6 +249,10 @@ def _normed(h: Array, norm: NormParams | None, config: ModelConfig) -> Array:
     return h if norm is None else apply_norm(h, norm, config)
 
 
+def _scaled(delta: Array, config: ModelConfig) -> Array:
+    return delta if config.residual_scale == 1.0 else delta * config.residual_scale
+
+
 class _PositionTerms(NamedTuple):
     """Position-dependent inputs of a layer's attention: the fields of `AttentionInputs` with the same names."""
 
@@ -299,7 +315,7 @@ def _layer(
         index = None if index is None else _sampled(index, sample_rows)
         out = apply_dense_summed(heads, flatten_inputs(p.wo, 1), p.bo, rest)
         out = adapted(out, heads, p, [("wo", config.hidden_size)], index, rest.ops)
-        out = _normed(out, p.attn_out_norm, config)
+        out = _scaled(_normed(out, p.attn_out_norm, config), config)
     with jax.named_scope("ffn"):
         if config.norm_placement == "post":
             h = _normed(h + out, p.attn_norm, config)
@@ -309,7 +325,7 @@ def _layer(
             h = h + out
         else:
             h, x = _added(h, out, p.ffn_norm, dtype, config, rest)
-        delta = _normed(_feed_forward(x, p, config, rest, index), p.ffn_out_norm, config)
+        delta = _scaled(_normed(_feed_forward(x, p, config, rest, index), p.ffn_out_norm, config), config)
         if config.norm_placement == "post":
             h, delta = _normed(h + delta, p.ffn_norm, config), None
         h, x = _added(h, delta, next_norm, dtype, config, rest)
@@ -476,6 +492,8 @@ def logits(
     """Return the scores over the vocabulary, in float32; every device gets all of them."""
     hidden, head = _before_head(params, hidden, product)
     scores = apply_dense(hidden, head, params.head_bias, product)
+    if config.logits_scale != 1.0:
+        scores = scores * config.logits_scale
     if tensor is not None:
         scores = tensor.gather(scores, 1)[:, : tensor.config.vocab_size]
     cap = config.logits_softcap

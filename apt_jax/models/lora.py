@@ -64,15 +64,16 @@ class LayerAdapters:
 
 def target_shape(field: str, config: ModelConfig) -> tuple[int, int] | None:
     """Return (outputs, inputs) of a matrix of `TARGETS`; None: the model has no such matrix."""
-    heads, lanes = config.num_heads * config.head_dim, config.lane
+    heads, latent = config.num_heads * config.head_dim, config.latent
+    keys = None if latent is not None else (config.lane, config.hidden_size)
     d, f = config.hidden_size, config.ffn_size
     if config.experts is not None and field in ("w_gate", "w_up", "w_down"):
         return None
     return {
-        "wq": (heads, d),
-        "wk": (lanes, d),
-        "wv": (lanes, d),
-        "wo": (d, heads),
+        "wq": (heads, d if latent is None else latent.query_rank or d),
+        "wk": keys,
+        "wv": keys,
+        "wo": (d, config.num_heads * config.value_dim),
         "w_gate": (f, d) if config.gated else None,
         "w_up": (f, d),
         "w_down": (d, f),

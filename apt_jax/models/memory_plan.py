@@ -135,12 +135,14 @@ def _plan(
 ) -> MemoryPlan:
     if int8 and config.experts is not None:
         raise ConfigError("mixtures of experts are not quantized; leave out --quantization")
+    if int8 and config.latent is not None:
+        raise ConfigError("latent attention is not quantized; leave out --quantization")
     parallel.check_size(config, num_devices)
     config = parallel.with_repeated_heads(config, num_devices)
     padded = -(-config.vocab_size // num_devices) * num_devices
     config = dataclasses.replace(config, vocab_size=padded)
     params = abstract_params(config, dtype)
-    hidden = parallel.offers_hidden(config, cache, num_devices)
+    holds_keys, hidden = parallel.kinds_offered(config, cache, num_devices)
     by_feature = parallel.cuts_by_feature(config, cache, num_devices)
     leaves = _leaves(config, params, num_devices, by_feature=by_feature)
     if int8:
@@ -163,10 +165,10 @@ def _plan(
     # Last tokens, block tables and token counts of all slots: `StepFormat.slot_bytes`.
     step += 4 * max_num_seqs * (1 + tables * -(-max_model_len // smallest) + config.vocab_size)
     num_arrays = config.num_layers if groups is None else groups.num_arrays
-    block = num_arrays * cache.block_size * config.lane * itemsize // num_devices
+    block = num_arrays * cache.block_size * config.pool_lane(kv=holds_keys) * itemsize // num_devices
     free = device_bytes - weights - step
     num_blocks = cache.num_blocks_override or int(max(0, free) * cache.device_memory_utilization) // block - 1
-    least = 1 if cache.mode == "hidden" else tables
+    least = tables if holds_keys else 1
     if (num_blocks + 1) * block > free or num_blocks < least:
         raise _NoRoomError(
             f"the weights take {weights / 2**30:.2f} GiB on each device ({num_devices}) and a step {step / 2**30:.2f} GiB: "
@@ -174,7 +176,7 @@ def _plan(
         )
 
     def tokens(blocks: int) -> dict[str, int]:
-        of_kv = {} if cache.mode == "hidden" else {"kv": kv.tokens_in(blocks, cache.block_size)}
+        of_kv = {"kv": kv.tokens_in(blocks, cache.block_size)} if holds_keys else {}
         return of_kv | ({"hidden": blocks * config.hidden_block_size(cache.block_size)} if hidden else {})
 
     host_blocks = blocks_of(cache.swap_space, block * num_devices) if cache.swap_space else 0

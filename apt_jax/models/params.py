@@ -22,6 +22,22 @@ from apt_jax.ops.weights import Experts, NormParams
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentParams:
+    """Projections of a layer input to its latent, and to the vector that queries are computed from
+    (`config.LatentConfig`)."""
+
+    w: Any
+    """(C + R, D): projections to c, before its norm, and to the shared key, before its rotation"""
+    norm: NormParams
+    """(C,)"""
+    w_query: Any = None
+    """(Q, D); None: queries are computed from the layer input"""
+    query_norm: NormParams | None = None
+    """(Q,)"""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerParams:
     """One transformer layer. Parameters that the model does not have are None."""
 
@@ -30,21 +46,21 @@ class LayerParams:
     attn_out_norm: NormParams | None
     """Norm of the output of attention, before the residual."""
     wq: Any
-    """(N, H, D)"""
+    """(N, H, D), or (N, H, Q) with a latent of queries"""
     bq: Any
     """(N, H)"""
     wk: Any
-    """(K, H, D)"""
+    """(K, H, D), or (K, H, C + R) with latents: the first R lanes of every head are those of the shared key"""
     bk: Any
     wv: Any
-    """(K, H, D)"""
+    """(K, H, D), or (K, V, C + R) with latents, whose last R columns are zeros"""
     bv: Any
     q_norm: Any
     """(H,) for each head, or (N * H,) over all heads"""
     k_norm: Any
     """(H,) for each head, or (K * H,) over all heads"""
     wo: Any
-    """(D, N, H)"""
+    """(D, N, H), or (D, N, V) with latents"""
     bo: Any
     """(D,)"""
     ffn_norm: NormParams | None
@@ -60,6 +76,8 @@ class LayerParams:
     b_down: Any
     experts: Experts | None = None
     """Mixture of experts; None: the layer has none"""
+    latent: LatentParams | None = None
+    """Projections to latents; None: the model has none"""
     wqkv: Any = None
     """((N + 2K) * H, D): wq, wk and wv as one matrix; None: not fused. See `fuse_products`."""
     bqkv: Any = None
@@ -112,7 +130,8 @@ def output_head(params: ModelParams) -> ModelParams:
 def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str, ...]], Any]) -> ModelParams:
     d, h = config.hidden_size, config.head_dim
     n, k, v = config.num_heads, config.num_kv_heads, config.vocab_size
-    e = config.embedding_size or d
+    e, inputs = config.embedding_size or d, config.input_width
+    q_inputs = d if config.latent is None else config.latent.query_rank or d
     before = config.norm_placement in ("pre", "post", "sandwich")
     after = config.norm_placement in ("output", "sandwich")
 
@@ -125,6 +144,21 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
         return NormParams(
             scale=leaf(f"{name}.scale", (d,), ("embed",)),
             bias=only_if(config.norm_bias, f"{name}.bias", (d,), ("embed",)),
+        )
+
+    def latent(p: str) -> LatentParams | None:
+        if config.latent is None:
+            return None
+        c, q = config.latent.rank, config.latent.query_rank
+
+        def scale(name: str, width: int) -> NormParams:
+            return NormParams(scale=leaf(f"{p}{name}.scale", (width,), ("latent",)), bias=None)
+
+        return LatentParams(
+            w=leaf(p + "w", (config.input_width, d), ("latent", "embed")),
+            norm=scale("norm", c),
+            w_query=None if q is None else leaf(p + "w_query", (q, d), ("latent", "embed")),
+            query_norm=None if q is None else scale("query_norm", q),
         )
 
     def head_norm(name: str, heads: int, axis: str) -> Any:
@@ -142,7 +176,8 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             w_gate=leaf(p + "w_gate", inner, ("experts", "ffn", "embed")),
             w_up=leaf(p + "w_up", inner, ("experts", "ffn", "embed")),
             w_down=leaf(p + "w_down", (e.num_experts, d, e.size), ("experts", "embed", "ffn")),
-            shared_gate=only_if(e.shared_size > 0, p + "shared_gate", (1, d), ("one", "embed")),
+            router_bias=only_if(e.scoring == "sigmoid", p + "router_bias", (e.num_experts,), ("experts",)),
+            shared_gate=only_if(e.shared_size > 0 and e.shared_gate, p + "shared_gate", (1, d), ("one", "embed")),
         )
 
     def layer(i: int) -> LayerParams:
@@ -151,15 +186,15 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
         return LayerParams(
             attn_norm=norm(p + "attn_norm", before),
             attn_out_norm=norm(p + "attn_out_norm", after),
-            wq=leaf(p + "wq", (n, h, d), ("heads", "head_dim", "embed")),
+            wq=leaf(p + "wq", (n, h, q_inputs), ("heads", "head_dim", "embed")),
             bq=only_if(config.qkv_bias, p + "bq", (n, h), ("heads", "head_dim")),
-            wk=leaf(p + "wk", (k, h, d), ("kv_heads", "head_dim", "embed")),
+            wk=leaf(p + "wk", (k, h, inputs), ("kv_heads", "head_dim", "embed")),
             bk=only_if(config.qkv_bias, p + "bk", (k, h), ("kv_heads", "head_dim")),
-            wv=leaf(p + "wv", (k, h, d), ("kv_heads", "head_dim", "embed")),
+            wv=leaf(p + "wv", (k, config.value_dim, inputs), ("kv_heads", "head_dim", "embed")),
             bv=only_if(config.qkv_bias, p + "bv", (k, h), ("kv_heads", "head_dim")),
             q_norm=head_norm(p + "q_norm", n, "heads"),
             k_norm=head_norm(p + "k_norm", k, "kv_heads"),
-            wo=leaf(p + "wo", (d, n, h), ("embed", "heads", "head_dim")),
+            wo=leaf(p + "wo", (d, n, config.value_dim), ("embed", "heads", "head_dim")),
             bo=only_if(config.out_bias, p + "bo", (d,), ("embed",)),
             ffn_norm=norm(p + "ffn_norm", before),
             ffn_out_norm=norm(p + "ffn_out_norm", after),
@@ -170,6 +205,7 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             w_down=only_if(is_dense, p + "w_down", (d, f), ("embed", "ffn")),
             b_down=only_if(has_bias, p + "b_down", (d,), ("embed",)),
             experts=experts(i, p + "experts."),
+            latent=latent(p + "latent."),
         )
 
     positions = config.max_position + config.position_offset
@@ -188,7 +224,13 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
 
 def abstract_params(config: ModelConfig, dtype: Any) -> ModelParams:
     """Return the parameters as `jax.ShapeDtypeStruct` leaves, without allocating memory."""
-    return _build(config, lambda _name, shape, _axes: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+    return _build(config, lambda name, shape, _axes: jax.ShapeDtypeStruct(shape, leaf_dtype(name, dtype)))
+
+
+def leaf_dtype(name: str, dtype: Any) -> Any:
+    """Return the dtype of a leaf of `param_names` in a model of `dtype`: the biases that choose experts are float32,
+    because they are large beside the differences between experts."""
+    return jnp.dtype(jnp.float32 if name.endswith(".router_bias") else dtype)
 
 
 def param_axes(config: ModelConfig) -> ModelParams:
@@ -229,9 +271,9 @@ def dummy_params(
         if is_norm_scale(name):
             values += np.float32(1.0 - config.norm_offset)
         where = None if sharding is None else sharding(name)
+        values = values.astype(leaf_dtype(name, dtype))
         if where is None:
-            return jnp.asarray(values).astype(dtype)
-        values = values.astype(dtype)
+            return jnp.asarray(values)
         return jax.make_array_from_callback(shape, where, values.__getitem__).block_until_ready()
 
     return _build(config, leaf)
@@ -247,7 +289,7 @@ def _dummy_on_device(
     def leaf(name: str, shape: tuple[int, ...], _axes: tuple[str, ...]) -> Any:
         mean = 1.0 - config.norm_offset if is_norm_scale(name) else 0.0
         where = None if sharding is None else sharding(name)
-        return _normal(jax.random.fold_in(key, next(count)), jnp.float32(mean), shape, jnp.dtype(dtype), where)
+        return _normal(jax.random.fold_in(key, next(count)), jnp.float32(mean), shape, leaf_dtype(name, dtype), where)
 
     return _build(config, leaf)
 

@@ -71,6 +71,10 @@ def _llama3(get: ConfigFields, inv_freq: NDArray[np.float32], original: int) -> 
     return np.where(wavelength > original / low, scaled, np.where(wavelength < original / high, inv_freq, mixed))
 
 
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def _yarn(
     get: ConfigFields, theta: float, rotary_dim: int, original: int, factor: float
 ) -> tuple[NDArray[np.float32], float]:
@@ -91,11 +95,8 @@ def _yarn(
     powers = _powers(theta, rotary_dim)
     inv_freq = (1 - keep) / (np.float32(factor) * powers) + keep / powers
 
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     top, bottom = (get.number(n, 0.0, at_least=0.0) for n in ("mscale", "mscale_all_dim"))
-    attention = mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
+    attention = _mscale(factor, top) / _mscale(factor, bottom) if top and bottom else _mscale(factor, 1.0)
     return inv_freq.astype(np.float32), get.number("attention_factor", attention)
 
 
@@ -189,4 +190,19 @@ def read_rope(
     return rope, min(limit, max(native, max_len or native))
 
 
-__all__ = ["TYPES", "read_rope"]
+def latent_score_factor(fields: Mapping[str, Any]) -> float:
+    """Return the factor on attention scores that a rotary embedding with ``mscale_all_dim`` asks for in models with
+    latent attention: the square of YaRN's ``mscale``.
+
+    Raises:
+        ModelLoadError: as `read_rope`.
+    """
+    found = _parameters(fields, 10_000.0)
+    get = ConfigFields(found, "config.json: rope ")
+    weight = get.number("mscale_all_dim", 0.0, at_least=0.0)
+    if found["rope_type"] == "default" or not weight:
+        return 1.0
+    return _mscale(get.number("factor", at_least=0.0), weight) ** 2
+
+
+__all__ = ["TYPES", "latent_score_factor", "read_rope"]

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import KindSet
 from apt_jax.errors import ConfigError, counted
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, abstract_params, param_axes, param_names
@@ -130,11 +131,17 @@ def hidden_refusal(config: ModelConfig, size: int) -> str | None:
     """Return the reason why layer inputs cannot be cached on this number of devices; None: they can."""
     if size == 1:
         return None
-    if config.hidden_size % size:
-        return f"its width of {config.hidden_size} cannot be divided over {size} devices"
+    if config.input_width % size:
+        return f"its width of {config.input_width} cannot be divided over {size} devices"
     if config.qk_norm == "lane":
         return "its key norm spans the heads of all devices"
     return None
+
+
+def kinds_offered(config: ModelConfig, cache: CacheConfig, num_devices: int) -> KindSet:
+    """Return the cache kinds that requests may use. Raises ConfigError if the only kind of `cache` is not offered."""
+    hidden = offers_hidden(config, cache, num_devices)
+    return KindSet(kv=cache.mode != "hidden" and not (hidden and config.latent is not None), hidden=hidden)
 
 
 def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
@@ -142,7 +149,8 @@ def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> 
     offered."""
     refusal = config.hidden_refusal or hidden_refusal(config, num_devices)
     if cache.mode != "hidden":
-        return cache.mode == "hybrid" and config.offers_hybrid and refusal is None
+        is_good = config.offers_hybrid or config.latent is not None
+        return cache.mode == "hybrid" and is_good and refusal is None
     if refusal is not None:
         raise ConfigError(f"cache='hidden' is not offered for this model: {refusal}; use --cache kv")
     inputs = config.hidden_block_size(cache.block_size)

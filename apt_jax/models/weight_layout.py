@@ -46,7 +46,7 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
         return jnp.concatenate([w.reshape(-1, *w.shape[2:]) for w in leaves])
 
     def fused(layer: LayerParams) -> LayerParams:
-        if len({type(w) for w in (layer.wq, layer.wk, layer.wv)}) == 1:
+        if layer.latent is None and len({type(w) for w in (layer.wq, layer.wk, layer.wv)}) == 1:
             layer = dataclasses.replace(
                 layer,
                 wqkv=join_heads(layer.wq, layer.wk, layer.wv),
@@ -115,6 +115,8 @@ def map_matrices(
             w_up=matrix(layer.w_up),
             w_gate_up=matrix(layer.w_gate_up),
             w_down=matrix(layer.w_down),
+            latent=layer.latent
+            and dataclasses.replace(layer.latent, w=matrix(layer.latent.w), w_query=matrix(layer.latent.w_query)),
         )
         for layer in params.layers
     ]

@@ -13,7 +13,8 @@ products have the dtype of the pool, and products are accumulated in float32.
 
 All ops work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions of
 one request, keys (K * H = E elements per slot) or values, or layer inputs (D elements per slot; if D is not E, the
-flattened block starts with `block_size` layer inputs, where `block_size` is that of the record). Block tables map
+flattened block starts with `block_size` layer inputs, where `block_size` is that of the record). If no request caches
+keys and values, E may be another width: that of the latents of latent attention, which are D in all of this. Block tables map
 position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are 0, and the slots of
 block 0 are never used.
 

@@ -37,8 +37,10 @@ class Experts:
     """(X, F, D)"""
     w_down: Any
     """(X, D, F)"""
+    router_bias: Any = None
+    """(X,) float32: added to scores where experts are chosen, but not to their weights; None: no bias"""
     shared_gate: Any = None
-    """(1, D): gate of the expert that all tokens go to; None: there is no such expert"""
+    """(1, D): gate of the expert that all tokens go to; None: there is no such expert, or its output has no gate"""
     w_gate_up: Any = None
     """(X * 2F, D): for each expert w_gate, then w_up, in place of the two if they are tiled; otherwise None"""
 

@@ -121,6 +121,7 @@ def prefill(
         return project_kv(x[0], p.wk, p.bk, turns, p.key_norm, more_k), project_kv(x[0], wv, p.bv, more=more_v)
 
     reader = functools.partial(_PrefixReader, tables=tables, slot_ranges=slot_ranges)
+    holds_keys = pool.shape[2] == num_kv_heads * head_dim  # False: no row caches keys and values
     kv = reader(entries=kv_entries, slots=block_size, fetch=fetch_kv)
     inputs = reader(entries=hidden_entries, slots=hidden_slots, fetch=fetch_hidden)
 
@@ -135,7 +136,7 @@ def prefill(
             query_tiles=(length + tq - 1) // tq,
             query_index=jnp.arange(tq, dtype=jnp.int32),
         )
-        over_kv = functools.partial(_attend_prefix, chunks, row, kv)
+        over_kv = functools.partial(_attend_prefix, chunks, row, kv) if holds_keys else lambda state: state
         if of_inputs is not None:
             over_inputs = functools.partial(_attend_prefix, chunks, row, inputs)
             state = lax.cond(call.hidden[r], over_inputs, over_kv, state)

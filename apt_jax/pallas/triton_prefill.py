@@ -166,8 +166,9 @@ def prefill(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     lane_width = num_kv_heads * head_dim
-    if pool.shape[2] != lane_width or num_heads % num_kv_heads:
-        raise ValueError(f"{pool.shape=} does not hold heads of {q.shape=}, {k.shape=}")
+    holds_keys = pool.shape[2] == lane_width  # False: no row caches keys and values (latents)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{q.shape=} has no multiple of the heads of {k.shape=}")
     if of_inputs is not None:
         _check_prefixes(of_inputs, pool, num_kv_heads, head_dim)
     group_bits = (num_heads // num_kv_heads - 1).bit_length()
@@ -183,6 +184,8 @@ def prefill(
         hidden_lens = jnp.where(call.hidden & (chunk_lens > 0), call.prefix_lens, 0)
         hidden_lens = jnp.minimum(hidden_lens, tables.shape[2] * of_inputs.block_size)
         kv_lens = jnp.where(call.hidden, 0, kv_lens)
+    if not holds_keys:
+        kv_lens = jnp.zeros_like(kv_lens)
     tiles = query_tiles(offsets, chunk_lens, kv_lens, hidden_lens, num_tokens, tile.queries >> group_bits)
 
     state: tuple[Array | None, ...] = (None, None, None)
@@ -208,7 +211,7 @@ def prefill(
         head_dim=head_dim,
     )
     end = jnp.max(jnp.where(chunk_lens > 0, offsets + chunk_lens, 0), keepdims=True)
-    by_slot = pool.reshape(-1, lane_width)
+    by_slot = pool.reshape(-1, lane_width) if holds_keys else jnp.zeros((1, lane_width), pool.dtype)
     return launch(
         kernel,
         _Operands(tiles.fields, tiles.count, tables, call.slot_ranges, q, k, v, by_slot, slopes_of(call), end, *state),

@@ -31,6 +31,9 @@ def _of(architecture: str, **fields: Any) -> dict[str, Any]:
     return LLAMA | {"architectures": [architecture]} | fields
 
 
+V2 = _of("DeepseekV2ForCausalLM", n_routed_experts=8, num_experts_per_tok=2)
+
+
 @pytest.mark.in_turn(16)
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_as_many_parameters_as_they_say_and_name_each_once(name):
@@ -244,6 +247,25 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "MPT, slopes": (MPT | {"attn_config": {"alibi_bias_max": -1e4}}, "alibi_bias_max"),
     "MPT, attention no object": (MPT | {"attn_config": 3}, "attn_config"),
     "BLOOM, residual": ({"architectures": ["BloomForCausalLM"], "apply_residual_connection_post_layernorm": True}, "post_layernorm"),
+    "latent, key heads": (V2 | {"num_key_value_heads": 2}, "num_key_value_heads=2 must be num_attention_heads=4"),
+    "latent, biases": (V2 | {"attention_bias": True}, "attention_bias"),
+    "latent, wide values": (V2 | {"v_head_dim": 193}, "v_head_dim=193"),
+    "latent, odd rotary": (V2 | {"qk_rope_head_dim": 7}, "lanes of a head"),
+    "latent, no rank": (V2 | {"kv_lora_rank": 0}, "kv_lora_rank"),
+    "latent, rank of queries": (V2 | {"q_lora_rank": -1}, "q_lora_rank"),
+    "latent, longrope of whole heads": (
+        _of("MiniCPM3ForCausalLM", rope_scaling={"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48}), "list of 16"),
+    "DeepSeek, groups": (V2 | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "num_groups=3 must divide num_experts=8"),
+    "DeepSeek, no groups": (V2 | {"topk_method": "group_limited_greedy"}, "n_group is missing"),
+    "DeepSeek, small groups": (V2 | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 1}, "groups_per_token=1"),
+    "DeepSeek, method": (V2 | {"topk_method": "noaux_tc"}, "topk_method"),
+    "DeepSeek, scores": (V2 | {"scoring_func": "sigmoid"}, "scoring_func"),
+    "DeepSeek, normed": (V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
+    "DeepSeek, first layers": (V2 | {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    "DeepSeek, sparse layers": (V2 | {"moe_layer_freq": 2}, "moe_layer_freq"),
+    "DeepSeek-V3, rotary halves": (_of("DeepseekV3ForCausalLM", rope_interleave=False), "rope_interleave"),
+    "DeepSeek-V3, groups of one": (_of("DeepseekV3ForCausalLM", n_routed_experts=8, n_group=8, topk_group=8), "num_groups=8"),
+    "GLM, kinds of layers": (_of("Glm4MoeLiteForCausalLM", mlp_layer_types=["dense"]), "mlp_layer_types"),
     "OPT, norm flag": (_of("OPTForCausalLM", ffn_dim=96, layer_norm_elementwise_affine="x"), "affine"),
     "unknown": (_of("FalconForCausalLM"), "FalconForCausalLM"),
 }  # fmt: skip

@@ -45,10 +45,19 @@ OTHER: dict[str, Any] = {
     "mlp_only_layers": [1],
     "no_rope_layers": [0, 1],
     "no_rope_layer_interval": 3,
-    "norm_topk_prob": True,
+    "norm_topk_prob": (True, False),
     "qkv_bias": False,
     **dict.fromkeys(("decoder_sparse_step", "num_experts", "num_local_experts", "num_experts_per_tok"), 3),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("n_routed_experts", "topk_group"), 2),
+    **dict.fromkeys(("scale_emb", "scale_depth", "routed_scaling_factor"), 3.0),
+    "n_shared_experts": (2, 1),
+    "first_k_dense_replace": (0, 1),
+    "n_group": 8,
+    "topk_method": "greedy",
+    "mlp_layer_types": ["sparse", "dense"],
+    "dim_model_base": 32,
     "layer_types": (["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]),
     "original_max_position_embeddings": 4096,
     "alibi_bias_max": 4,
@@ -98,6 +107,20 @@ def small(architecture: str, family: ModelFamily) -> dict[str, Any]:
         fields |= {"use_sliding_window": True, "sliding_window": 7}
     if "no_rope_layer_interval" in known:
         fields |= {"no_rope_layer_interval": 2}
+    if (
+        "kv_lora_rank" in known
+    ):  # the original context has an effect with a scaling of as many factors as there are lanes
+        fields |= {
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 12,
+        }
+    if "topk_method" in known:
+        fields |= {"topk_method": "group_limited_greedy"}
+    if "n_routed_experts" in known:
+        fields |= {"n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 3}
     if "max_window_layers" in known:
         fields |= {"max_window_layers": 1}
     return {"architectures": [architecture], "vocab_size": 97, **fields}  # fmt: skip

@@ -41,6 +41,9 @@ def random_model(name: str, seed: int = 0) -> Any:
                 value.normal_(0, 1.0 / config.get_text_config().hidden_size ** 0.25)
             else:
                 value.normal_(0, 1.0 / min(value.shape) ** 0.5)
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.normal_(0, 0.3)
     return model.float()
 
 

@@ -16,6 +16,7 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
 _FACTORS = [1.0 + 0.1 * i for i in range(4)]
+_LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", _BASE | dict(ffn_dim=48, word_embed_proj_dim=32)),
@@ -86,6 +87,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, window": ("MixtralConfig", _BASE | dict(num_key_value_heads=4, num_local_experts=3, num_experts_per_tok=1, sliding_window=9)),
     "olmoe": ("OlmoeConfig", _BASE | dict(num_key_value_heads=4, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True)),
     "olmoe grouped": ("OlmoeConfig", _BASE | dict(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, attention_bias=True)),
+    "deepseek v2, greedy": ("DeepseekV2Config", _BASE | _LATENT | dict(
+        q_lora_rank=None, num_hidden_layers=3, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2, moe_intermediate_size=16,
+        first_k_dense_replace=1, rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707})),
+    "deepseek v2, groups": ("DeepseekV2Config", _BASE | _LATENT | dict(
+        q_lora_rank=24, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, moe_intermediate_size=16, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=4.0, rope_parameters=_YARN | {"mscale": 1.0})),
+    "deepseek v3": ("DeepseekV3Config", _BASE | _LATENT | dict(
+        q_lora_rank=24, num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, moe_intermediate_size=16,
+        n_group=4, topk_group=2, first_k_dense_replace=1, rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})),
+    "glm4 moe lite": ("Glm4MoeLiteConfig", _BASE | _LATENT | dict(
+        q_lora_rank=24, qk_nope_head_dim=24, v_head_dim=32, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+        rms_norm_eps=1e-3, mlp_layer_types=["sparse", "dense"])),
+    "minicpm3": ("MiniCPM3Config", _BASE | _LATENT | dict(
+        q_lora_rank=24, v_head_dim=None, rms_norm_eps=1e-3, dim_model_base=16, max_position_embeddings=256, rope_parameters={
+            "rope_type": "longrope", "short_factor": _FACTORS, "long_factor": [2 * f for f in _FACTORS], "rope_theta": 1000.0,
+            "original_max_position_embeddings": 128})),
+    "minicpm3 plain queries": ("MiniCPM3Config", _BASE | _LATENT | dict(
+        q_lora_rank=None, scale_depth=None, dim_model_base=None, tie_word_embeddings=False)),
     "olmo2": ("Olmo2Config", _BASE | dict(num_key_value_heads=4)),
     "olmo2 grouped": ("Olmo2Config", _BASE | dict(num_key_value_heads=2)),
     "gpt2": ("GPT2Config", dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)),

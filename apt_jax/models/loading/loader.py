@@ -50,7 +50,7 @@ from apt_jax.models.loading.resolve import (
     read_model_config,
     resolve_model,
 )
-from apt_jax.models.params import ModelParams, abstract_params, dummy_params, is_matrix, param_names
+from apt_jax.models.params import ModelParams, abstract_params, dummy_params, is_matrix, leaf_dtype, param_names
 from apt_jax.ops.blocks import BLOCK_KINDS
 from apt_jax.ops.weights import GroupedMatrix
 
@@ -426,7 +426,7 @@ def _load_params(
             if array is None:
                 if leaf.stored != last_name:  # parts of one tensor come one after another
                     last = None  # free the previous tensor first
-                    last = read_cast(checkpoint, leaf.stored, dtype, path)
+                    last = read_cast(checkpoint, leaf.stored, leaf_dtype(leaf.leaf, dtype), path)
                     last_name = leaf.stored
                     bar.update(checkpoint.tensors[leaf.stored].num_bytes)
                 assert last is not None
@@ -453,7 +453,7 @@ def _placed(
     def placed(name: str, leaf: Any) -> jax.Array:
         where = None if sharding is None else sharding(config, name)
         leaf = leaf if isinstance(leaf, jax.Array) else jnp.array(leaf)  # a copy: NumPy arrays may change later
-        array = jax.device_put(leaf.astype(dtype), where or default)
+        array = jax.device_put(leaf.astype(leaf_dtype(name, dtype)), where or default)
         if not _all_finite(array):
             raise ConfigError(f"params: {name!r} holds NaN or infinite values in {dtype.name}")
         return array
@@ -504,6 +504,10 @@ def load_model(
     if config.quantization is not None and model_config.experts is not None:
         raise ModelLoadError(
             f"{where}: quantization={config.quantization!r} does not support mixtures of experts; leave it out (--quantization)"
+        )
+    if config.quantization is not None and model_config.latent is not None:
+        raise ModelLoadError(
+            f"{where}: quantization={config.quantization!r} does not support latent attention; leave it out (--quantization)"
         )
     ignored = [name for name in ("auto_map", "trust_remote_code") if fields.get(name)]
     if ignored:
