@@ -30,6 +30,8 @@ QUICK = [
     "norm of all keys, fewer than devices",
     "caps and windows, hidden",
     "experts, both",
+    "latents, absorbed",
+    "latents, reprojected",
     "int8, both",
     "int8, fewer key heads than devices",
 ]

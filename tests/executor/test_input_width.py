@@ -19,7 +19,7 @@ from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.lab.reference_model import forward
-from apt_jax.models.config import ModelConfig, RopeConfig
+from apt_jax.models.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from apt_jax.models.families import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
@@ -52,7 +52,14 @@ MODELS = {
     "narrow, absorbed": model(40, 4, 16, rotary=False),
     "wide": model(56, 2, 16, rotary=True),  # 0.875, as Gemma-2-9B
     "wide, absorbed": model(40, 2, 16, rotary=False),
-}
+    "latent": dataclasses.replace(
+        model(40, 4, 22, rotary=True), latent=LatentConfig(rank=20, value_dim=12, query_rank=18), residual_scale=0.7,
+        logits_scale=1.5, experts=ExpertsConfig(
+            num_experts=6, per_token=2, size=16, normalize=True, scoring="sigmoid", num_groups=3, groups_per_token=2, factor=1.8,
+            dense_layers=(0,), shared_size=32, shared_gate=False,
+        ),
+    ),
+}  # fmt: skip
 
 
 @functools.cache
@@ -177,9 +184,9 @@ def test_a_block_size_that_saves_nothing_is_refused():
 def test_hybrid_means_kv_where_less_than_half_is_saved():
     for name in MODELS:
         executor = executor_of(name)
-        is_wide = name.startswith("wide")
-        assert executor.kinds_offered == (True, not is_wide)
-        assert (executor.hidden_block_size == 16) == is_wide
+        is_wide, is_latent = name.startswith("wide"), name == "latent"
+        assert executor.kinds_offered == (not is_latent, not is_wide)
+        assert (executor.hidden_block_size == 16) == (is_wide or is_latent)
 
 
 @pytest.mark.parametrize("name", ["narrow", "wide"])
@@ -203,7 +210,7 @@ def assert_most_likely(name: str, prompt: list[int], said: list[int]) -> None:
     assert said == scores.argmax(axis=1).tolist()
 
 
-BLOCK_SIZES = dict(zip(MODELS, (16, 7, 14, 16), strict=True))
+BLOCK_SIZES = dict(zip(MODELS, (16, 7, 14, 16, 5), strict=True))
 
 
 @pytest.mark.in_turn(1)
@@ -211,7 +218,10 @@ BLOCK_SIZES = dict(zip(MODELS, (16, 7, 14, 16), strict=True))
     ("name", "attention"),
     cover(
         itertools.product(MODELS, ("absorb", "reproject")),
-        [*((name, "absorb") for name in MODELS), ("narrow", "reproject"), ("wide, absorbed", "reproject")],
+        [
+            *((name, "absorb") for name in MODELS),
+            *((name, "reproject") for name in ("narrow", "wide, absorbed", "latent")),
+        ],
     ),
 )
 def test_tokens_equal_a_plain_forward_pass(name, attention):
@@ -220,7 +230,7 @@ def test_tokens_equal_a_plain_forward_pass(name, attention):
     executor = shared_executor(name, block_size, mode_of(name), attention)
     executor.reset()
     first = KV if executor.kinds_offered[KV] else HIDDEN
-    assert executor.hidden_block_size == block_size * config.lane // config.hidden_size
+    assert executor.hidden_block_size == config.hidden_block_size(block_size)
     driver = Driver(executor)
     prompts = {0: list(range(5, 43)), 1: list(range(50, 88)), 2: [3, 4], 3: list(range(9, 30))}
     for slot, prompt in prompts.items():
@@ -310,14 +320,15 @@ def converse(served: Served, name: str) -> None:
 
 @pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize(
-    ("name", "block_size"), [("narrow", 16), pytest.param("narrow", 6, marks=pytest.mark.slow), ("wide", 7)]
+    ("name", "block_size"),
+    [("narrow", 16), pytest.param("narrow", 6, marks=pytest.mark.slow), ("wide", 7), ("latent", 16)],
 )
 def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
     """Preemptions for want of blocks and from outside, chunks, prefixes found and copied, kinds mixed and switched."""
     longest = 33 + 24 + 3 * 12 + 2 * 5
     least = 2 * -(-longest // block_size)
     tight = few_programs(executor_of(name, block_size, num_blocks=least + 2, mode=mode_of(name)))
-    assert tight.hidden_block_size != block_size
+    assert (tight.hidden_block_size == block_size) == (name == "latent")
     whims = RandomPlanPolicy(preempt=0.02, chunk=0.3, flip=0.7)
     cases: dict[str, tuple[str, Policy | str]] = {
         "hidden": ("hidden", "apt"),
@@ -329,8 +340,13 @@ def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
             "hybrid": ("hybrid", "apt"),
             "hybrid, random": ("hybrid", RandomPolicy(1, whims)),
         }
+    two_tensors = (
+        few_programs(executor_of(name, block_size, num_blocks=least + 2, mode="kv")) if name == "latent" else tight
+    )
+    if name == "latent":
+        cases["kv"] = ("kv", "fcfs")
     for case, (kind, policy) in cases.items():
-        served = Served(tight, kind, policy, p_preempt=0.1)
+        served = Served(two_tensors if kind == "kv" else tight, kind, policy, p_preempt=0.1)
         converse(served, name)
         stats = served.engine.stats()
         assert stats.num_preemptions > 0, case
@@ -347,6 +363,7 @@ def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
     [
         ("narrow", 16, False),
         ("wide", 14, True),
+        ("latent", 7, True),
         pytest.param("narrow", 24, True, marks=pytest.mark.slow),
         pytest.param("wide", 16, False, marks=pytest.mark.slow),
     ],
@@ -357,7 +374,8 @@ def test_bytes_of_the_pool_that_a_token_takes(name, block_size, exact):
     tokens = num_cases(math.lcm(block_size, config.hidden_block_size(block_size)), 2016)
     taken: list[int] = []
     modes: list[CacheMode] = ["hybrid"] * 2 if config.offers_hybrid else ["kv", "hidden"]
-    for kind, width in ((KV, 2 * config.lane), (HIDDEN, config.hidden_size)):
+    values = config.num_kv_heads * config.value_dim
+    for kind, width in ((KV, config.lane + values), (HIDDEN, config.input_width)):
         executor = shared_executor(name, block_size, modes[kind], "absorb")
         served = Served(executor, KINDS[kind].name, "fcfs", prefix_caching=False)
         served.serve([np.random.default_rng(0).integers(3, 97, tokens).tolist()], 1)
@@ -369,4 +387,4 @@ def test_bytes_of_the_pool_that_a_token_takes(name, block_size, exact):
     ratio = taken[HIDDEN] / taken[KV]
     assert ratio == pytest.approx(config.hidden_ratio, rel=1e-9 if exact else 0.02)
     inputs = config.hidden_block_size(block_size)
-    assert exact == (inputs * config.hidden_size == block_size * config.lane)
+    assert exact == (inputs * config.input_width == block_size * config.pool_lane(kv=config.latent is None))

@@ -29,7 +29,7 @@ from apt_jax.config import CacheConfig, Quantization
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.programs import programs
 from apt_jax.models import sharding as parallel
-from apt_jax.models.config import ExpertsConfig, ModelConfig, RopeConfig
+from apt_jax.models.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from apt_jax.models.params import ModelParams, dummy_params, param_names
 from apt_jax.pallas import triton_decode_shards
 from apt_jax.sched import make_policy
@@ -91,6 +91,13 @@ MODELS: dict[str, ModelConfig] = {
     "experts": _llama(
         num_layers=3, experts=ExpertsConfig(num_experts=5, per_token=2, size=16, normalize=True, dense_layers=(0,), shared_size=8),
     ),
+    "latent": _llama(
+        head_dim=22, latent=LatentConfig(rank=24, value_dim=12, query_rank=20), residual_scale=0.7, logits_scale=1.5,
+        experts=ExpertsConfig(
+            num_experts=6, per_token=2, size=16, normalize=True, scoring="sigmoid", num_groups=3, groups_per_token=2, factor=1.8,
+            dense_layers=(0,), shared_size=8, shared_gate=False,
+        ),
+    ),
 }  # fmt: skip
 CASES: dict[str, tuple[str, str, Any]] = {
     # name: model, kind that requests get, attention over layer inputs
@@ -119,6 +126,10 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "rotary embeddings by layer, hidden": ("gemma3", "hidden", "absorb"),
     "experts, kv": ("experts", "kv", "auto"),
     "experts, both": ("experts", "hybrid", "absorb"),
+    "latents, kv": ("latent", "kv", "auto"),
+    "latents, absorbed": ("latent", "hidden", "absorb"),
+    "latents, reprojected": ("latent", "hidden", "reproject"),
+    "latents, on kernels": ("latent", "hidden", "absorb"),
     "int8, both": ("opt", "hybrid", "absorb"),
     "int8, fewer key heads than devices": ("llama grouped", "kv", "auto"),
 }
