@@ -165,7 +165,7 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
 
     # Calls that the kernels do not support run in XLA.
     def decode_kv(q: Array, call: DecodeCall) -> Array:
-        if not takes(call.pool, call.tables, call.pool.shape[2]):
+        if not takes(call.pool, call.tables, call.width):
             return xla_decode.decode_kv(q, call)
         return tpu_decode.decode_kv(q, call, **common)
 

@@ -510,9 +510,9 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
 template <typename T>
 void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables,
                     ffi::Buffer<ffi::S32>& lens, const int32_t* rows, ffi::Buffer<ffi::S32>& ranges, const Rules& rules,
-                    int64_t block_size, ffi::Buffer<ffi::F32>::Dimensions shape, float* out) {
+                    int64_t block_size, int64_t lanes, ffi::Buffer<ffi::F32>::Dimensions shape, float* out) {
   const int64_t batch = shape[0], heads = shape[1], width = shape[2];
-  const int64_t block_elements = elements_of_block(pool), lanes = block_elements / block_size, key_heads = lanes / width;
+  const int64_t block_elements = elements_of_block(pool), key_heads = lanes / width;
   const int64_t table_len = tables.dimensions()[2], group = heads / key_heads;
   // If there are fewer rows than threads, heads are split among threads.
   const int64_t live = std::max(rows[1] - rows[0], 0);
@@ -553,13 +553,13 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
 ffi::Error decode_kv(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
                      ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
                      ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
-                     int64_t window) {
+                     int64_t window, int64_t lanes) {
   const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
   if (q.element_type() != pool.element_type() || out->element_type() != ffi::F32)
     return ffi::Error::InvalidArgument("decode_kv: queries of the pool's type to float32");
   return of_type(q, [&](auto* queries) {
     using T = std::remove_pointer_t<decltype(queries)>;
-    decode_kv_rows<T>(threads, queries, pool, tables, lens, rows.typed_data(), ranges, rules, block_size, q.dimensions(),
+    decode_kv_rows<T>(threads, queries, pool, tables, lens, rows.typed_data(), ranges, rules, block_size, lanes, q.dimensions(),
                       static_cast<float*>(out->untyped_data()));
     return ffi::Error::Success();
   });
@@ -578,7 +578,8 @@ auto decode_arguments() {
       .Ret<ffi::AnyBuffer>()
       .Attr<int64_t>("block_size")
       .Attr<float>("softcap")
-      .Attr<int64_t>("window");
+      .Attr<int64_t>("window")
+      .Attr<int64_t>("lanes");  // elements of a slot
 }
 
 }  // namespace

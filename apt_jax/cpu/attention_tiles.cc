@@ -261,7 +261,7 @@ void absorb(const T* q, const Cache<T>& cache, const Seen& seen, const Rules& ru
 ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
                            ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
                            ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
-                           int64_t window) {
+                           int64_t window, int64_t) {
   const int64_t heads = q.dimensions()[1], width = q.dimensions()[2];
   const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
   if (q.element_type() != pool.element_type() || q.element_type() != out->element_type())

@@ -260,6 +260,7 @@ def _decode(target: str, dtype: Any, q: Array, call: DecodeCall) -> Array:
         jnp.stack(call.row_range()),
         *_optional(call.slot_ranges, call.rules),
         **_attributes(call.block_size, call.rules),
+        lanes=np.int64(call.width),
     )
 
 

@@ -9,7 +9,7 @@ from apt_jax.backends import attention_ops, check_platform
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models.config import HiddenMode, ModelConfig
-from apt_jax.ops.backend import ATTENTION_OPS, RULES, KernelBackend
+from apt_jax.ops.backend import ATTENTION_OPS, BY_LAYER, KernelBackend
 from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,10 @@ def needed_extras(
         "input width": config.input_width != config.lane,
     }
     grouped = {"grouped absorption": config.num_heads > config.num_kv_heads}
-    needed = {"prefill": rules}
+    of_kv = rules | {"slot width": config.global_attention is not None}
+    needed = {"prefill": of_kv}
     if kv:
-        needed["decode_kv"] = rules
+        needed["decode_kv"] = of_kv
     if hidden:
         decode = _HIDDEN_OP.get(hidden_mode, "decode_v_absorbed")
         needed[decode] = rules | projected | (grouped if decode == "decode_v_absorbed" else {})
@@ -91,7 +92,7 @@ def choose_attention(
             f"attention backend {ops.name!r} lacks features of this model: {every}; use xla (--attention-backend)"
         )
     for op, extras in sorted(missing.items()):
-        where = "in the layers that need it" if extras <= RULES else "in all layers"
+        where = "in the layers that need it" if extras <= BY_LAYER else "in all layers"
         logger.warning(
             "attention: %s of %s does not support %s; xla is used %s", op, ops.name, ", ".join(sorted(extras)), where
         )
@@ -101,9 +102,9 @@ def choose_attention(
 def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, frozenset[str]]) -> KernelBackend:
     """Return `ops`, with the ops of `xla` for calls that need missing features."""
 
-    def falls_back(op: str, rules: LogitModifiers | None) -> bool:
+    def falls_back(op: str, call: DecodeCall | PrefillCall) -> bool:
         extras = missing.get(op, frozenset())
-        return bool(extras - RULES) or bool(extras & _rules_of(rules))
+        return bool(extras - BY_LAYER) or bool(extras & _needs_of(call))
 
     def either(op: str) -> Callable[..., Any]:
         kernel, plain = getattr(ops, op), getattr(xla, op)
@@ -111,7 +112,7 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
         def choose(*arguments: Any) -> Any:
             call: DecodeCall | PrefillCall = arguments[-1]
             has_hidden = isinstance(call, PrefillCall) and call.hidden_prefixes is not None
-            return (plain if falls_back("prefill_hidden" if has_hidden else op, call.rules) else kernel)(*arguments)
+            return (plain if falls_back("prefill_hidden" if has_hidden else op, call) else kernel)(*arguments)
 
         return choose
 
@@ -123,11 +124,10 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
     return dataclasses.replace(ops, rows_per_tile=rows, takes_shards=shards, **either_of)
 
 
-def _rules_of(rules: LogitModifiers | None) -> frozenset[str]:
-    """Return the names in `EXTRAS` of one layer's logit modifiers."""
-    if rules is None:
-        return frozenset()
-    given = {"softcap": rules.softcap, "alibi": rules.slopes, "window": rules.window}
+def _needs_of(call: DecodeCall | PrefillCall) -> frozenset[str]:
+    """Return the names in `BY_LAYER` of the features that one layer's call needs."""
+    rules = call.rules or LogitModifiers()
+    given = {"softcap": rules.softcap, "alibi": rules.slopes, "window": rules.window, "slot width": call.lane}
     return frozenset(name for name, value in given.items() if value is not None)
 
 

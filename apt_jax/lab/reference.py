@@ -36,16 +36,11 @@ def modified_scores(
     return scores, sees
 
 
-def gather_slots(pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_size: int) -> Float[Array, "S E"]:
-    """Return the slots of one row's blocks in the order of its table, float32; S = J * C."""
-    return pool[table].reshape(table.shape[0] * block_size, -1).astype(jnp.float32)
-
-
-def gather_inputs(
+def gather_slots(
     pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_size: int, width: int
 ) -> Float[Array, "S D"]:
-    """Like `gather_slots`, but for layer inputs of `width` elements; each block holds `block_size` of them from its
-    start."""
+    """Return the slots of one row's blocks in the order of its table, float32; S = J * C. Each block holds `block_size`
+    slots of `width` elements from its start."""
     used = pool[table].reshape(table.shape[0], -1)[:, : block_size * width]
     return used.reshape(table.shape[0] * block_size, width).astype(jnp.float32)
 
@@ -73,7 +68,9 @@ def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
         own, position = own_slots(ranges, length, table.shape[1], call.block_size)
         k, v = (
-            jnp.where(own[:, None], gather_slots(call.pool, half, call.block_size), 0.0).reshape(own.size, -1, head_dim)
+            jnp.where(own[:, None], gather_slots(call.pool, half, call.block_size, call.width), 0.0).reshape(
+                own.size, -1, head_dim
+            )
             for half in table
         )
         group = num_heads // k.shape[1]
@@ -91,7 +88,7 @@ def _inputs_of(
     """Return the cached layer inputs of a row, with zeros in slots that the row does not own; the mask of its own
     slots; and their positions."""
     own, position = own_slots(ranges, length, table.shape[0], call.block_size)
-    return jnp.where(own[:, None], gather_inputs(call.pool, table, call.block_size, width), 0.0), own, position
+    return jnp.where(own[:, None], gather_slots(call.pool, table, call.block_size, width), 0.0), own, position
 
 
 def decode_absorbed(q_absorbed: Float[Array, "B N D"], call: DecodeCall) -> Float[Array, "B N D"]:
@@ -188,10 +185,12 @@ def prefill(
         order = jnp.argsort(jnp.where(own, position, jnp.iinfo(jnp.int32).max))[:m]
         if of_inputs is not None:
             p = of_inputs.projection
-            x = gather_inputs(call.pool, call.tables[r, 0], slots, p.wk.shape[2])[order]
+            x = gather_slots(call.pool, call.tables[r, 0], slots, p.wk.shape[2])[order]
             keys, values = _project_keys(x, p, jnp.arange(m)), _project(x, p.value_weights, p.bv)
         else:
-            first, second = (gather_slots(call.pool, half, slots)[order] for half in call.tables[r])
+            first, second = (
+                gather_slots(call.pool, half, slots, k.shape[1] * head_dim)[order] for half in call.tables[r]
+            )
             keys, values = (a.reshape(m, first.shape[1] // head_dim, head_dim) for a in (first, second))
         chunk = slice(start, start + n)
         keys, values = jnp.concatenate([keys, k[chunk]]), jnp.concatenate([values, v[chunk]])

@@ -74,13 +74,15 @@ def _latents(x: Array, p: LayerParams, config: ModelConfig, layer: int) -> tuple
 
 
 def _attention(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, layer: int) -> Float[Array, "T D"]:
-    groups = config.num_heads // config.num_kv_heads
+    groups = config.num_heads // config.attention_of(layer).num_kv_heads
     q_input = x
     if config.latent is not None:
         q_input, x = _latents(x, p, config, layer)
     q = _plus(_einsum("TD,NHD->TNH", q_input, p.wq), p.bq)
     k = _plus(_einsum("SD,KHD->SKH", x, p.wk), p.bk)
-    v = _plus(_einsum("SD,KHD->SKH", x, p.wv), p.bv)
+    v = k if config.attention_of(layer).one_projection else _plus(_einsum("SD,KHD->SKH", x, p.wv), p.bv)
+    if config.value_norm:
+        v = v / jnp.sqrt(jnp.mean(v**2, axis=-1, keepdims=True) + config.norm_eps)
     if config.clip_qkv is not None:
         q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
     q = _turn(_head_norm(q, p.q_norm, config), config.rope_of(layer))
@@ -157,7 +159,8 @@ def _layer(h: Float[Array, "T D"], p: LayerParams, config: ModelConfig, i: int) 
         return norm(h + _feed_forward(h, p, config), p.ffn_norm)
     after = h + norm(_attention(norm(h, p.attn_norm), p, config, i), p.attn_out_norm) * config.residual_scale
     source = h if config.parallel else after
-    return after + norm(_feed_forward(norm(source, p.ffn_norm), p, config), p.ffn_out_norm) * config.residual_scale
+    after = after + norm(_feed_forward(norm(source, p.ffn_norm), p, config), p.ffn_out_norm) * config.residual_scale
+    return after if p.layer_scale is None else after * p.layer_scale[None]
 
 
 def forward(params: ModelParams, tokens: Int32[Array, " T"], config: ModelConfig) -> Float[Array, "T V"]:

@@ -9,13 +9,13 @@ In models with latent attention x is the latent (`config.LatentConfig`) in all o
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
-from apt_jax.models.config import ModelConfig, QueryGrowth, RopeConfig
+from apt_jax.models.config import AttentionShape, ModelConfig, QueryGrowth, RopeConfig
 from apt_jax.models.lora import adapted, adapter_of
 from apt_jax.models.params import LayerParams
 from apt_jax.models.sharding import TensorParallel
@@ -46,6 +46,8 @@ class AttentionInputs:
     batch: DecoderBatch
     rope: RopeConfig | None
     """Rotary embedding of this layer."""
+    shape: AttentionShape
+    """Key heads of this layer."""
     cos_sin: _CosSin | None
     """Cosines and sines of every token of the step; None: no rotary embedding."""
     all_angles: Float[Array, "S HALF"] | None
@@ -58,6 +60,29 @@ class AttentionInputs:
     def key_norm(self) -> KeyNorm | None:
         """Norm to apply to keys computed from cached layer inputs; None: the layer has no key norm."""
         return key_norm(self.params, self.config)
+
+
+class _LayerCache(NamedTuple):
+    """Place of a layer's keys and values in its pool."""
+
+    decode_tables: Int32[Array, "B 2 J"]
+    prefill_tables: Int32[Array, "R 2 J"]
+    slots: tuple[Int32[Array, " T"], ...]
+    """Slot of each token's key, and of its value if it is cached apart; out of range: not cached."""
+    block_size: int
+    """Positions in a block."""
+    lane: int | None
+    """E: elements of a slot; None: as many as in the pool, for two tensors."""
+
+
+def _layer_cache(a: AttentionInputs) -> _LayerCache:
+    """Return the place of the layer's keys and values: in two blocks, or in the first of them if they are one
+    tensor."""
+    batch, size, lane = a.batch, a.options.block_size, a.shape.lane
+    tables, slots = (batch.decode_tables, batch.prefill_tables), (batch.first_slots, batch.second_slots)
+    if a.shape.turned_lanes is None:
+        return _LayerCache(*tables, slots, size, None if lane == a.config.lane else lane)
+    return _LayerCache(*(jnp.repeat(t[:, :1], 2, axis=1) for t in tables), slots[:1], size, lane)
 
 
 def key_norm(params: LayerParams, config: ModelConfig) -> KeyNorm | None:
@@ -77,19 +102,20 @@ def head_norm_scale(stored: Array | None, config: ModelConfig) -> Array | None:
 def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NV"], Array]:
     """Write the cache of all tokens of a step to the pool and compute their attention; return the attention output
     before the output projection, and the updated pool."""
-    b, t, head_dim = a.options.num_decode, x.shape[0], a.config.head_dim
+    b, t, width = a.options.num_decode, x.shape[0], a.shape.row_width
     of_queries, inputs = (x, x) if a.config.latent is None else _latents(a, x)
     q, k, v = _project_step(a, of_queries, inputs)
-    q = q.reshape(t, -1, head_dim)
+    q = q.reshape(t, -1, width)
     pool = _write_cache(a, pool, inputs, k, v)
     outs = []
     if b:
         outs.append(_attend_decode(a, q[:b], pool).astype(x.dtype))
     if t > b:
-        keys, values = (part[b:].reshape(t - b, -1, head_dim) for part in (k, v))
+        keys, values = (part[b:].reshape(t - b, -1, width) for part in (k, v))
         out = _attend_prefill(a, q[b:], keys, values, pool)
         outs.append(out.astype(x.dtype))
-    return jnp.concatenate([out[:, :, : a.config.value_dim] for out in outs]).reshape(t, -1), pool
+    width = a.config.value_dim if a.shape.turned_lanes is None else a.shape.head_dim
+    return jnp.concatenate([out[:, :, :width] for out in outs]).reshape(t, -1), pool
 
 
 def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | None = None) -> LogitModifiers | None:
@@ -159,12 +185,13 @@ def _project(
     a: AttentionInputs, x: Array, inputs: Array, cos_sin: _CosSin | None, index: Array | None, *, q_only: bool = False
 ) -> tuple[Array, Array, Array]:
     """Return q (T, N * H), computed from x, and k and v (T, E), from `inputs`, in the dtype of x. Non-finite values of k
-    and v become zero. With `q_only`, k and v are zeros. `index` is the adapter of each token."""
-    p, config = a.params, a.config
-    lanes, q_width = config.lane, config.num_heads * config.head_dim
+    and v become zero. With `q_only`, k and v are zeros. `index` is the adapter of each token. If a layer caches keys and
+    values as one tensor, k and v are its rows, and q are queries for these rows, (T, N * (H + R))."""
+    p, config, shape = a.params, a.config, a.shape
+    lanes, q_width = shape.num_kv_heads * shape.head_dim, config.num_heads * shape.head_dim
     nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
 
-    widths = {"wq": q_width, "wk": lanes, "wv": lanes}
+    widths = {"wq": q_width, "wk": lanes} | ({} if shape.one_projection else {"wv": lanes})
 
     def project(w: Any, b: Array | None, *fields: str) -> Array:
         bias = None if b is None else b.reshape(-1)
@@ -177,7 +204,7 @@ def _project(
         if split is not None and _only_bias_and_rope(a) and x.dtype in (jnp.float32, jnp.bfloat16):
             return split(project(p.wqkv, None, *widths), p.bqkv, cos_sin, config.head_dim, config.num_heads, x.dtype)
         out = project(p.wqkv, p.bqkv, *widths)
-        q, k, v = out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
+        q, k, v = out[:, :q_width], out[:, q_width : q_width + lanes], out[:, out.shape[1] - lanes :]
     elif q_only:
         q, k, v = project(p.wq, p.bq, "wq"), nothing, nothing
     elif a.options.cuts_by_feature:
@@ -185,9 +212,17 @@ def _project(
         q, share = project(p.wq, p.bq, "wq"), a.options.tensor.own(inputs, 1)
         k, v = project_shards(share, p.wk, p.bk, _wide_values(a), p.bv, a.options.tensor)
     else:
-        q, k, v = project(p.wq, p.bq, "wq"), project(p.wk, p.bk, "wk"), project(p.wv, p.bv, "wv")
+        q, k = project(p.wq, p.bq, "wq"), project(p.wk, p.bk, "wk")
+        v = k if shape.one_projection else project(p.wv, p.bv, "wv")
     if config.clip_qkv is not None:
         q, k, v = (jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (q, k, v))
+    if config.value_norm and not q_only:
+        unit = jnp.ones((shape.head_dim,), jnp.float32)
+        v = rms_norm_heads(v.reshape(v.shape[0], -1, shape.head_dim), unit, config.norm_eps).reshape(v.shape)
+    if shape.turned_lanes is not None:
+        q, row = _one_tensor(a, q, v, cos_sin)
+        row = zero_non_finite(row.astype(x.dtype))
+        return q.astype(x.dtype), row, row
     q = _norm_and_rotate(a, q, p.q_norm, cos_sin, are_queries=True)
     if config.latent is not None:
         v = v.reshape(v.shape[0], config.num_kv_heads, -1)
@@ -200,6 +235,36 @@ def _wide_values(a: AttentionInputs) -> Array:
     """Return W_v, with zeros where a head's values are narrower than its keys."""
     wv, more = a.params.wv, a.config.head_dim - a.config.value_dim
     return jnp.pad(wv, ((0, 0), (0, more), (0, 0))) if more else wv
+
+
+def _one_tensor(
+    a: AttentionInputs, q: Float[Array, "T Q"], v: Float[Array, "T KH"], cos_sin: _CosSin | None
+) -> tuple[Float[Array, "T NW"], Float[Array, "T E"]]:
+    """Return queries and rows of a layer that caches keys and values as one tensor, with W = H + R.
+
+    A key is `rotate(w * v)`, where w is the scale of the key norm. The row of a key head is [v; the R rotated lanes of
+    the key], and a query is [w * q, with zeros in the R lanes; its R rotated lanes]: the product of the two is that of
+    query and key.
+    """
+    shape, scale = a.shape, head_norm_scale(a.params.k_norm, a.config)
+    assert cos_sin is not None
+    assert scale is not None
+    assert shape.turned_lanes is not None
+    half, r = cos_sin[0].shape[1], shape.turned_lanes // 2
+    turned = jnp.concatenate([jnp.arange(r), half + jnp.arange(r)])
+    cos, sin = (part[:, :r] for part in cos_sin)
+    scale = scale.astype(jnp.float32)
+
+    def rotated(heads: Float[Array, "T N H"]) -> Float[Array, "T N R"]:
+        return apply_rope(heads[:, :, turned], cos, sin)
+
+    queries = rms_norm_heads(q.reshape(q.shape[0], -1, shape.head_dim), a.params.q_norm, a.config.norm_eps)
+    queries = queries * (a.config.scale * shape.row_width**0.5)
+    on_values = scale.at[turned].set(0.0)[None, None]
+    values = v.reshape(v.shape[0], -1, shape.head_dim)
+    queries = jnp.concatenate([queries * on_values, rotated(queries)], axis=2)
+    rows = jnp.concatenate([values, rotated(values * scale[None, None])], axis=2)
+    return queries.reshape(q.shape[0], -1), rows.reshape(v.shape[0], -1)
 
 
 def grow_queries(q: Float[Array, "T E"], positions: Int32[Array, " T"], growth: QueryGrowth) -> Array:
@@ -227,11 +292,11 @@ def _norm_and_rotate(
 ) -> Array:
     """Return queries or keys after norm and rotation. Queries are multiplied by all factors of the scores except 1 /
     sqrt(H), which the ops apply."""
-    config, tensor, norm = a.config, a.options.tensor, head_norm_scale(norm, a.config)
-    factor = config.scale * config.head_dim**0.5 if are_queries else 1.0
+    config, tensor, norm, head_dim = a.config, a.options.tensor, head_norm_scale(norm, a.config), a.shape.head_dim
+    factor = config.scale * head_dim**0.5 if are_queries else 1.0
     if norm is None and cos_sin is None:
         return x if factor == 1.0 else x * factor
-    heads = x.reshape(x.shape[0], -1, config.head_dim)
+    heads = x.reshape(x.shape[0], -1, head_dim)
     if norm is not None and tensor is not None and config.qk_norm == "lane":
         square = tensor.sum(jnp.sum(x * x, axis=1, keepdims=True)) / (x.shape[1] * tensor.size)
         scaled = x * lax.rsqrt(square + config.norm_eps) * norm.astype(jnp.float32)[None]
@@ -241,7 +306,7 @@ def _norm_and_rotate(
     if cos_sin is not None:
         heads = apply_rope(heads, *cos_sin)
     if a.rope is not None and are_queries and a.rope.attention_factor != 1.0:
-        rotated = jnp.arange(config.head_dim) < a.rope.rotary_dim
+        rotated = jnp.arange(head_dim) < a.rope.rotary_dim
         heads = heads * jnp.where(rotated, a.rope.attention_factor**2, 1.0)[None, None]
     return (heads if factor == 1.0 else heads * factor).reshape(x.shape)
 
@@ -259,10 +324,16 @@ def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) 
     batch, (kv_rows, hidden_rows) = a.batch, a.options.kinds
     if a.options.tensor is not None and hidden_rows:
         x = a.options.tensor.own(x, 1)
-    lanes = pool.shape[2]
+    lanes, cache = pool.shape[2], _layer_cache(a)
+    if cache.lane is not None:
+        for slots, rows in zip(cache.slots, (k, v), strict=False):
+            pool = _write_rows(pool, slots, rows, cache.block_size)
+        return pool
     is_apart = hidden_rows and x.shape[1] != lanes
     if is_apart:
-        pool = _write_inputs(a, pool, zero_non_finite(x))
+        inputs = a.options.hidden_block_size
+        slots = jnp.where(batch.token_hidden, batch.first_slots, pool.shape[0] * inputs)
+        pool = _write_rows(pool, slots, zero_non_finite(x), inputs)
         if not kv_rows:
             return pool
     first = k
@@ -279,19 +350,16 @@ def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) 
     return by_slot.reshape(pool.shape)
 
 
-def _write_inputs(a: AttentionInputs, pool: Array, x: Array) -> Array:
-    """Write layer inputs whose width differs from that of keys. A block holds `hidden_block_size` of them, packed from
-    its start."""
-    batch, slots = a.batch, a.options.hidden_block_size
-    block, slot = batch.first_slots // slots, batch.first_slots % slots
-    block = jnp.where(batch.token_hidden, block, pool.shape[0])
+def _write_rows(pool: Array, slots: Int32[Array, " T"], rows: Float[Array, "T E"], block_size: int) -> Array:
+    """Write rows whose width differs from that of the pool's slots. A block holds `block_size` of them, packed from its
+    start."""
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
-    start = jnp.stack([block, slot * x.shape[1]], axis=1)
+    start = jnp.stack([slots // block_size, slots % block_size * rows.shape[1]], axis=1)
     by_element = pool.reshape(pool.shape[0], -1)
-    rows = x.astype(pool.dtype)
-    return lax.scatter(by_element, start, rows, dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP).reshape(pool.shape)
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(by_element, start, rows.astype(pool.dtype), dimensions, mode=drop).reshape(pool.shape)
 
 
 # ---- attention
@@ -315,12 +383,13 @@ def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
 
 def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
     """Compute attention of decode rows of the KV kind; zeros for other rows."""
-    batch = a.batch
+    batch, cache = a.batch, _layer_cache(a)
     call = DecodeCall(
         pool=pool,
-        tables=batch.decode_tables,
+        tables=cache.decode_tables,
         lens=batch.decode_lens,
-        block_size=a.options.block_size,
+        block_size=cache.block_size,
+        lane=cache.lane,
         rows=(jnp.int32(0), batch.num_kv_rows),
         slot_ranges=batch.decode_ranges,
         rules=a.rules,
@@ -396,7 +465,7 @@ def _attend_prefill(
     a: AttentionInputs, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pool: Array
 ) -> Float[Array, "T N H"]:
     """Compute attention of prompt chunks over their cached prefixes and themselves."""
-    options, batch = a.options, a.batch
+    options, batch, cache = a.options, a.batch, _layer_cache(a)
     of_inputs = None
     if options.kinds[1] and options.prefix_room != 0:
         index = None
@@ -410,13 +479,14 @@ def _attend_prefill(
         )
     call = PrefillCall(
         pool=pool,
-        tables=batch.prefill_tables,
+        tables=cache.prefill_tables,
         offsets=batch.prefill_offsets,
         chunk_lens=batch.prefill_lens,
         prefix_lens=batch.prefix_lens,
         hidden=batch.prefill_hidden,
         num_rows=batch.num_prefill_rows,
-        block_size=options.block_size,
+        block_size=cache.block_size,
+        lane=cache.lane,
         slot_ranges=batch.prefill_ranges,
         rules=a.rules,
         hidden_prefixes=of_inputs,

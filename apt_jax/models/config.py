@@ -63,6 +63,32 @@ class QueryGrowth:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Key heads of one layer, and how their keys and values are cached."""
+
+    num_kv_heads: int
+    """K"""
+    head_dim: int
+    """H"""
+    one_projection: bool = False
+    """True: there is no W_v; values are the projection of keys before the norm and rotation of keys (Gemma 4)."""
+    turned_lanes: int | None = None
+    """R: keys and values of a head are cached as one tensor, the value followed by the R lanes of the key that its
+    position rotates; the other lanes of the key are the value times the scale of the key norm, which queries take
+    instead. None: keys and values are cached as two tensors."""
+
+    @property
+    def row_width(self) -> int:
+        """Elements that are cached for a head in one tensor: H, or H + R."""
+        return self.head_dim + (self.turned_lanes or 0)
+
+    @property
+    def lane(self) -> int:
+        """E = K * `row_width`: elements that are cached for a token in one tensor."""
+        return self.num_kv_heads * self.row_width
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Mixture of experts: in sparse layers, a router selects a few feed-forward layers for each token and adds their
     outputs with weights, the softmax of the router's scores."""
@@ -154,6 +180,9 @@ class ModelConfig:
     """K: key/value heads; equal to `num_heads` for multi-head attention."""
     head_dim: int
     """H: width of one head."""
+    global_attention: AttentionShape | None = None
+    """Attention of the layers that are not in `local_layers`, if it differs from `num_kv_heads` and `head_dim`
+    (Gemma 4)."""
     ffn_size: int
     """F: width of the feed-forward layer."""
     experts: ExpertsConfig | None = None
@@ -189,6 +218,10 @@ class ModelConfig:
     qk_norm: Literal["head", "lane"] | None = None
     """RMS norm of queries and keys after projection: over each head (Qwen3, Gemma-3) or over all heads together
     (OLMo-2)."""
+    value_norm: bool = False
+    """True if values are divided by the root mean square of their head (Gemma 4)."""
+    layer_scale: bool = False
+    """True if each layer's result is multiplied by a stored number (Gemma 4)."""
     position: Position = "learned"
     position_offset: int = 0
     """Rows skipped at the start of the learned position table (OPT: 2)."""
@@ -255,13 +288,25 @@ class ModelConfig:
             (self.rope is not None) == (self.position == "rope"),
             f"model position={self.position!r} and rope={self.rope!r:.40} do not go together",
         )
+        shape = self.global_attention
         _require(
-            self.rope is None or self.rope.rotary_dim <= self.head_dim,
+            self.rope is None or self.rope.rotary_dim <= (shape or self).head_dim,
             "model rope: more rotary lanes than a head has",
         )
         _require(
-            self.local_rope is None or (self.rope is not None and self.local_rope.rotary_dim == self.rope.rotary_dim),
+            self.local_rope is None
+            or (self.rope is not None and self.local_rope.rotary_dim == self.rope.rotary_dim)
+            or (shape is not None and self.local_rope.rotary_dim <= self.head_dim),
             "model local_rope: must rotate as many lanes as rope",
+        )
+        _require(
+            shape is None or (self.num_heads % shape.num_kv_heads == 0 and self.attention_scale is not None),
+            f"model global_attention={shape!r}: num_heads={self.num_heads} must be a multiple of its key heads, and "
+            "attention_scale must be given",
+        )
+        _require(
+            shape is None or not shape.one_projection or (self.qk_norm == "head" and self.value_norm),
+            f"model global_attention={shape!r}: values from the projection of keys need qk_norm and value_norm",
         )
         _require(
             bool(self.local_layers) == (self.local_rope is not None) and all(layer >= 0 for layer in self.local_layers),
@@ -294,8 +339,10 @@ class ModelConfig:
 
     @property
     def lane(self) -> int:
-        """E = K * H: elements of a token's keys, or of its values, in one layer."""
-        return self.num_kv_heads * self.head_dim
+        """E = K * H: elements of a token's keys, or of its values, in one layer; if layers differ, in the layer that
+        caches most."""
+        own = self.num_kv_heads * self.head_dim
+        return own if self.global_attention is None else max(own, self.global_attention.lane)
 
     @property
     def value_dim(self) -> int:
@@ -338,6 +385,8 @@ class ModelConfig:
                 f"its layer inputs ({self.input_width} values per token and layer) are {size} than its keys and values "
                 f"(2 x {self.lane})"
             )
+        if self.global_attention is not None or self.value_norm:
+            return "its keys and values are cached as one tensor, or normed after projection"
         if self.clip_qkv is not None:
             return "it clips keys and values after projection (clip_qkv)"
         return None
@@ -365,6 +414,12 @@ class ModelConfig:
         if self.rope is None or self.latent is not None:  # the rotary lanes of a latent are rotated before it is cached
             return "absorb"
         return "partial" if self.rope.rotary_dim < self.head_dim else "v-absorb"
+
+    def attention_of(self, layer: int) -> AttentionShape:
+        """Return the key heads of a layer."""
+        if self.global_attention is None or layer in self.local_layers:
+            return AttentionShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        return self.global_attention
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the mixture of experts of a layer; None: it has one feed-forward layer."""
@@ -411,23 +466,25 @@ class ModelConfig:
     def num_params(self) -> int:
         """Number of parameters, counting tied embeddings once."""
         d, e = self.hidden_size, self.embedding_size or self.hidden_size
-        q, kv, out = self.num_heads * self.head_dim, self.lane, self.num_heads * self.value_dim
         norm = (2 if self.norm_bias else 1) * d
         norms = 4 if self.norm_placement == "sandwich" else 2
-        if self.latent is None:
-            layer = d * (q + 2 * kv)
-        else:
-            width, rank = self.input_width, self.latent.query_rank
-            layer = d * width + self.latent.rank + width * (kv + out)
-            layer += d * q if rank is None else d * rank + rank + rank * q
-        layer += out * d + norms * norm
-        layer += (q + 2 * kv) if self.qkv_bias else 0
-        layer += d if self.out_bias else 0
-        if self.qk_norm is not None:
-            layer += 2 * self.head_dim if self.qk_norm == "head" else q + kv
-        total = self.vocab_size * e + self.num_layers * layer
+        total = self.vocab_size * e
         products = 3 if self.gated else 2
         for i in range(self.num_layers):
+            shape = self.attention_of(i)
+            q, kv = self.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+            qkv = q + (1 if shape.one_projection else 2) * kv
+            if self.latent is None:
+                total += d * qkv + q * d
+            else:
+                width, rank, out = self.input_width, self.latent.query_rank, self.num_heads * self.value_dim
+                total += d * width + self.latent.rank + width * (kv + out) + out * d
+                total += d * q if rank is None else d * rank + rank + rank * q
+            total += norms * norm + self.layer_scale
+            total += qkv if self.qkv_bias else 0
+            total += d if self.out_bias else 0
+            if self.qk_norm is not None:
+                total += 2 * shape.head_dim if self.qk_norm == "head" else q + kv
             experts, f = self.experts_of(i), self.dense_size(i)
             total += products * d * f + ((f * (products - 1) + d) if self.ffn_bias else 0)
             if experts is not None:

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32, Shaped
 
 from apt_jax.models.attention import AttentionInputs, attend, key_norm, logit_modifiers
-from apt_jax.models.config import ModelConfig, RopeConfig
+from apt_jax.models.config import AttentionShape, ModelConfig, RopeConfig
 from apt_jax.models.lora import adapted, addition
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.sharding import TensorParallel
@@ -270,15 +270,18 @@ def _attention(
     terms: _PositionTerms,
     *,
     rope: RopeConfig | None,
+    shape: AttentionShape,
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Float[Array, "T NH"], Array]:
     """Call `attend` for a layer, with the arguments of `_layer`."""
-    inputs = AttentionInputs(params=p, config=config, options=options, batch=batch, rope=rope, **terms._asdict())
+    inputs = AttentionInputs(
+        params=p, config=config, options=options, batch=batch, rope=rope, shape=shape, **terms._asdict()
+    )
     return attend(inputs, x, pool)
 
 
-_shared_attention = jax.jit(_attention, static_argnames=("rope", "config", "options"))
+_shared_attention = jax.jit(_attention, static_argnames=("rope", "shape", "config", "options"))
 """`_attention` as one function of the compiled program that all layers call, including the last."""
 
 
@@ -293,6 +296,7 @@ def _layer(
     sample_rows: Int32[Array, " S"] | None,
     *,
     rope: RopeConfig | None,
+    shape: AttentionShape,
     config: ModelConfig,
     options: StepOptions,
     rest: StepOptions,
@@ -310,7 +314,7 @@ def _layer(
     dtype, index = x.dtype, batch.adapters
     of_layer = _attention if options.ops.branches else _shared_attention
     with jax.named_scope("attention"):
-        heads, pool = of_layer(x, pool, p, batch, terms, rope=rope, config=config, options=options)
+        heads, pool = of_layer(x, pool, p, batch, terms, rope=rope, shape=shape, config=config, options=options)
         h, heads = _sampled(h, sample_rows), _sampled(heads, sample_rows)
         index = None if index is None else _sampled(index, sample_rows)
         out = apply_dense_summed(heads, flatten_inputs(p.wo, 1), p.bo, rest)
@@ -328,11 +332,14 @@ def _layer(
         delta = _scaled(_normed(_feed_forward(x, p, config, rest, index), p.ffn_out_norm, config), config)
         if config.norm_placement == "post":
             h, delta = _normed(h + delta, p.ffn_norm, config), None
+        if p.layer_scale is not None:
+            factor = p.layer_scale.astype(jnp.float32)[None]
+            h, delta = h * factor, None if delta is None else delta * factor
         h, x = _added(h, delta, next_norm, dtype, config, rest)
     return h, x, pool
 
 
-_shared_layer = jax.jit(_layer, static_argnames=("rope", "config", "options", "rest"))
+_shared_layer = jax.jit(_layer, static_argnames=("rope", "shape", "config", "options", "rest"))
 """`_layer` as a separate function of the program, traced and lowered once for equal layers. The compiler inlines each
 call."""
 
@@ -401,6 +408,7 @@ def decoder_step(
                     _PositionTerms(*turns[ropes[i]], rules[i], logit_modifiers(whole, i)),
                     sample_rows if is_cut else None,
                     rope=ropes[i],
+                    shape=config.attention_of(i),
                     config=config,
                     options=options,
                     rest=of_samples if is_cut else options,

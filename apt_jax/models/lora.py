@@ -62,18 +62,19 @@ class LayerAdapters:
     w_down: LowRank | None = None
 
 
-def target_shape(field: str, config: ModelConfig) -> tuple[int, int] | None:
-    """Return (outputs, inputs) of a matrix of `TARGETS`; None: the model has no such matrix."""
-    heads, latent = config.num_heads * config.head_dim, config.latent
-    keys = None if latent is not None else (config.lane, config.hidden_size)
+def target_shape(field: str, config: ModelConfig, layer: int) -> tuple[int, int] | None:
+    """Return (outputs, inputs) of a matrix of `TARGETS` in a layer; None: the layer has no such matrix."""
+    shape, latent = config.attention_of(layer), config.latent
+    heads = config.num_heads * shape.head_dim
+    keys = None if latent is not None else (shape.num_kv_heads * shape.head_dim, config.hidden_size)
     d, f = config.hidden_size, config.ffn_size
     if config.experts is not None and field in ("w_gate", "w_up", "w_down"):
         return None
     return {
         "wq": (heads, d if latent is None else latent.query_rank or d),
         "wk": keys,
-        "wv": keys,
-        "wo": (d, config.num_heads * config.value_dim),
+        "wv": None if shape.one_projection else keys,
+        "wo": (d, heads if latent is None else config.num_heads * config.value_dim),
         "w_gate": (f, d) if config.gated else None,
         "w_up": (f, d),
         "w_down": (d, f),
@@ -89,7 +90,7 @@ def with_adapters(params: ModelParams, config: ModelConfig, adapters: Sequence[L
     def stacked(layer: int, field: str) -> LowRank | None:
         pairs = [adapter.matrices.get((layer, field)) for adapter in adapters]
         rank = max((pair[0].shape[0] for pair in pairs if pair is not None), default=0)
-        shape = target_shape(field, config)
+        shape = target_shape(field, config, layer)
         if not rank or shape is None:
             return None
         a, b = (np.zeros((len(adapters), rank, width), dtype) for width in reversed(shape))

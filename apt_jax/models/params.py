@@ -53,7 +53,8 @@ class LayerParams:
     """(K, H, D), or (K, H, C + R) with latents: the first R lanes of every head are those of the shared key"""
     bk: Any
     wv: Any
-    """(K, H, D), or (K, V, C + R) with latents, whose last R columns are zeros"""
+    """(K, H, D), or (K, V, C + R) with latents, whose last R columns are zeros; None: values are the projection of
+    keys"""
     bv: Any
     q_norm: Any
     """(H,) for each head, or (N * H,) over all heads"""
@@ -74,12 +75,14 @@ class LayerParams:
     w_down: Any
     """(D, F)"""
     b_down: Any
+    layer_scale: Any = None
+    """(1,): factor on the layer's result, or None"""
     experts: Experts | None = None
     """Mixture of experts; None: the layer has none"""
     latent: LatentParams | None = None
     """Projections to latents; None: the model has none"""
     wqkv: Any = None
-    """((N + 2K) * H, D): wq, wk and wv as one matrix; None: not fused. See `fuse_products`."""
+    """((N + 2K) * H, D): wq, wk and wv (if there is one) as one matrix; None: not fused. See `fuse_products`."""
     bqkv: Any = None
     """((N + 2K) * H,)"""
     w_gate_up: Any = None
@@ -128,8 +131,7 @@ def output_head(params: ModelParams) -> ModelParams:
 
 
 def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str, ...]], Any]) -> ModelParams:
-    d, h = config.hidden_size, config.head_dim
-    n, k, v = config.num_heads, config.num_kv_heads, config.vocab_size
+    d, n, v = config.hidden_size, config.num_heads, config.vocab_size
     e, inputs = config.embedding_size or d, config.input_width
     q_inputs = d if config.latent is None else config.latent.query_rank or d
     before = config.norm_placement in ("pre", "post", "sandwich")
@@ -161,7 +163,7 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             query_norm=None if q is None else scale("query_norm", q),
         )
 
-    def head_norm(name: str, heads: int, axis: str) -> Any:
+    def head_norm(name: str, heads: int, h: int, axis: str) -> Any:
         if config.qk_norm == "head":
             return leaf(name, (h,), ("head_dim",))
         return only_if(config.qk_norm == "lane", name, (heads * h,), (axis,))
@@ -183,6 +185,9 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
     def layer(i: int) -> LayerParams:
         p, f = f"layers.{i}.", config.dense_size(i)
         is_dense, has_bias = f > 0, f > 0 and config.ffn_bias
+        shape = config.attention_of(i)
+        k, h, has_values = shape.num_kv_heads, shape.head_dim, not shape.one_projection
+        of_value = h if config.latent is None else config.value_dim
         return LayerParams(
             attn_norm=norm(p + "attn_norm", before),
             attn_out_norm=norm(p + "attn_out_norm", after),
@@ -190,11 +195,11 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             bq=only_if(config.qkv_bias, p + "bq", (n, h), ("heads", "head_dim")),
             wk=leaf(p + "wk", (k, h, inputs), ("kv_heads", "head_dim", "embed")),
             bk=only_if(config.qkv_bias, p + "bk", (k, h), ("kv_heads", "head_dim")),
-            wv=leaf(p + "wv", (k, config.value_dim, inputs), ("kv_heads", "head_dim", "embed")),
-            bv=only_if(config.qkv_bias, p + "bv", (k, h), ("kv_heads", "head_dim")),
-            q_norm=head_norm(p + "q_norm", n, "heads"),
-            k_norm=head_norm(p + "k_norm", k, "kv_heads"),
-            wo=leaf(p + "wo", (d, n, config.value_dim), ("embed", "heads", "head_dim")),
+            wv=only_if(has_values, p + "wv", (k, of_value, inputs), ("kv_heads", "head_dim", "embed")),
+            bv=only_if(config.qkv_bias and has_values, p + "bv", (k, h), ("kv_heads", "head_dim")),
+            q_norm=head_norm(p + "q_norm", n, h, "heads"),
+            k_norm=head_norm(p + "k_norm", k, h, "kv_heads"),
+            wo=leaf(p + "wo", (d, n, of_value), ("embed", "heads", "head_dim")),
             bo=only_if(config.out_bias, p + "bo", (d,), ("embed",)),
             ffn_norm=norm(p + "ffn_norm", before),
             ffn_out_norm=norm(p + "ffn_out_norm", after),
@@ -204,6 +209,7 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             b_up=only_if(has_bias, p + "b_up", (f,), ("ffn",)),
             w_down=only_if(is_dense, p + "w_down", (d, f), ("embed", "ffn")),
             b_down=only_if(has_bias, p + "b_down", (d,), ("embed",)),
+            layer_scale=only_if(config.layer_scale, p + "layer_scale", (1,), ("one",)),
             experts=experts(i, p + "experts."),
             latent=latent(p + "latent."),
         )
@@ -310,5 +316,5 @@ def is_matrix(name: str) -> bool:
 
 
 def is_norm_scale(name: str) -> bool:
-    """True if a leaf of `param_names` is the scale of a norm."""
-    return name.endswith(("norm.scale", "q_norm", "k_norm"))
+    """True if a leaf of `param_names` is the scale of a norm, or of a layer's result."""
+    return name.endswith(("norm.scale", "q_norm", "k_norm", "layer_scale"))

@@ -9,6 +9,7 @@ dynamic   theta grows with the context: "dynamic NTK"                  (bloc97 a
 llama3    low frequencies divided by `factor`, high ones kept          (Llama 3.1)
 yarn      like llama3 with a ramp over lanes, and scaled scores        (Peng et al., 2023)
 longrope  a factor per lane, one set for short contexts, one for long  (Ding et al., 2024)
+proportional  frequencies of all lanes, of which the lowest are 0        (Gemma 4)
 
 Two types (dynamic and longrope) depend on the length of the context. Cached keys cannot be rotated again when a context
 grows, so the frequencies are fixed for one length, `max_len`. Up to the original context they are exactly those of
@@ -27,7 +28,7 @@ from apt_jax.errors import ModelLoadError
 from apt_jax.models.config import RopeConfig
 from apt_jax.models.config_fields import ConfigFields
 
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _OLD_NAMES = {"su": "longrope"}
 
 
@@ -149,6 +150,9 @@ def read_rope(
     share = get.number("partial_rotary_factor", ConfigFields(fields).number("partial_rotary_factor", partial))
     if head_dim > 8192:
         raise ModelLoadError(f"config.json: heads of {head_dim} lanes; at most 8192 are supported")
+    kind, turned = found["rope_type"], share
+    if kind == "proportional" and 2 <= int(head_dim * share) <= head_dim:  # all lanes are pairs, some of frequency 0
+        share = 1.0
     if share != 1 and not can_be_partial:
         raise ModelLoadError(f"config.json: partial_rotary_factor={share:g} is not supported for this architecture")
     rotary_dim = int(head_dim * share)
@@ -159,7 +163,6 @@ def read_rope(
     base = get.number("rope_theta", at_least=1.0)
     longest = ConfigFields(fields).positive("max_position_embeddings")
     original = get.positive("original_max_position_embeddings", longest)
-    kind = found["rope_type"]
     attention = 1.0
     native = limit = longest
     if kind == "dynamic":
@@ -184,6 +187,9 @@ def read_rope(
         native = min(original, longest)
         powers = _powers(base, rotary_dim)
         inv_freq, attention = _longrope(get, found, powers, original, max_len or native, longest)
+    elif kind == "proportional":
+        inv_freq = 1 / _powers(base, rotary_dim) / np.float32(get.number("factor", 1.0, at_least=1e-6))
+        inv_freq[int(turned * head_dim // 2) :] = 0.0
     else:
         inv_freq = 1 / _powers(base, rotary_dim)
     rope = RopeConfig(inv_freq=tuple(np.asarray(inv_freq, np.float32).tolist()), attention_factor=attention)

@@ -20,6 +20,7 @@ If there are fewer key heads than devices, they are repeated: a device holds the
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import KindSet
 from apt_jax.errors import ConfigError, counted
+from apt_jax.models.checkpoint_map import split_leaf
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, abstract_params, param_axes, param_names
 from apt_jax.ops.weights import QuantizedMatrix
@@ -83,13 +85,19 @@ class TensorParallel:
 
 def sizes_that_fit(config: ModelConfig) -> list[int]:
     """Return the numbers of devices that the model can be sharded over."""
+    key_heads = _key_heads(config)
     return [
         t
         for t in range(1, config.num_heads + 1)
         if config.num_heads % t == 0
-        and (config.num_kv_heads % t == 0 or t % config.num_kv_heads == 0)
+        and all(k % t == 0 or t % k == 0 for k in key_heads)
         and all(f % t == 0 for f in config.ffn_sizes)
     ]
+
+
+def _key_heads(config: ModelConfig) -> list[int]:
+    """Return the numbers of key heads that some layer has."""
+    return sorted({config.attention_of(i).num_kv_heads for i in range(config.num_layers)})
 
 
 def check_size(config: ModelConfig, size: int) -> None:
@@ -97,7 +105,7 @@ def check_size(config: ModelConfig, size: int) -> None:
     fit = sizes_that_fit(config)
     if size not in fit:
         raise ConfigError(
-            f"tensor_parallel_size={size} does not divide this model ({config.num_heads} query heads, {config.num_kv_heads} key heads, "
+            f"tensor_parallel_size={size} does not divide this model ({config.num_heads} query heads, {' or '.join(map(str, _key_heads(config)))} key heads, "
             f"feed-forward width {', '.join(map(str, config.ffn_sizes))}); {', '.join(map(str, fit))} do (-tp)"
         )
 
@@ -170,8 +178,16 @@ def cuts_by_feature(config: ModelConfig, cache: CacheConfig, num_devices: int) -
 
 
 def with_repeated_heads(config: ModelConfig, size: int) -> ModelConfig:
-    """Return the configuration with key heads repeated to one per device if the model has fewer."""
-    return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, size))
+    """Return the configuration with key heads repeated to one per device if the model, or some of its layers, have
+    fewer."""
+    return _with_key_heads(config, lambda heads: max(heads, size))
+
+
+def _with_key_heads(config: ModelConfig, change: Callable[[int], int], **more: Any) -> ModelConfig:
+    shape = config.global_attention
+    if shape is not None:
+        more["global_attention"] = dataclasses.replace(shape, num_kv_heads=change(shape.num_kv_heads))
+    return dataclasses.replace(config, num_kv_heads=change(config.num_kv_heads), **more)
 
 
 def own_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -182,11 +198,11 @@ def own_config(config: ModelConfig, size: int) -> ModelConfig:
     heads, experts = config.num_heads // size, config.experts
     if experts is not None:
         experts = dataclasses.replace(experts, size=experts.size // size, shared_size=experts.shared_size // size)
-    return dataclasses.replace(
+    return _with_key_heads(
         config,
+        lambda key_heads: key_heads // size,
         experts=experts,
         num_heads=heads,
-        num_kv_heads=config.num_kv_heads // size,
         ffn_size=config.ffn_size // size,
         vocab_size=-(-config.vocab_size // size),
         alibi_slopes=config.alibi_slopes[:heads],
@@ -251,7 +267,13 @@ def shard_params(
     """
     size = mesh.size
     specs = _specs_by_name(with_repeated_heads(config, size), size, by_feature)
-    repeats = max(1, size // config.num_kv_heads)
+
+    def key_heads(name: str) -> int:
+        layer = split_leaf(name)[1]
+        return config.num_kv_heads if layer is None else config.attention_of(int(layer)).num_kv_heads
+
+    def repeats(name: str) -> int:
+        return max(1, size // key_heads(name))
 
     def put(leaf: Any, spec: P) -> Any:
         return jax.device_put(leaf, NamedSharding(mesh, spec))
@@ -259,7 +281,7 @@ def shard_params(
     def is_repeated(name: str) -> bool:
         of_keys = name.rpartition(".")[2] in ("wk", "bk", "wv", "bv")
         lanes = name.endswith("k_norm") and config.qk_norm == "lane"
-        return repeats > 1 and (of_keys or lanes)
+        return (of_keys or lanes) and repeats(name) > 1
 
     def is_padded(name: str) -> bool:
         return name in ("embed", "head", "head_bias") and config.vocab_size % size > 0
@@ -268,9 +290,10 @@ def shard_params(
         """Shard values like the matrix, and scales like its outputs."""
         values, scale = matrix.values, matrix.scale
         if is_repeated(name):
-            heads = (config.num_kv_heads, config.head_dim)
-            values = jnp.repeat(values.reshape(*heads, -1), repeats, axis=0).reshape(-1, values.shape[1])
-            scale = jnp.repeat(scale.reshape(heads), repeats, axis=0).reshape(-1)
+            heads, times = key_heads(name), repeats(name)
+            by_head = values.reshape(heads, -1, values.shape[1])
+            values = jnp.repeat(by_head, times, axis=0).reshape(-1, values.shape[1])
+            scale = jnp.repeat(scale.reshape(heads, -1), times, axis=0).reshape(-1)
         outputs, *inputs = specs[name]
         if is_padded(name):
             outputs, more = AXIS, -values.shape[0] % size
@@ -283,8 +306,8 @@ def shard_params(
             return placed_integers(name, leaf)
         if is_repeated(name):
             lanes = name.endswith("k_norm")
-            heads = leaf.reshape(config.num_kv_heads, -1) if lanes else leaf
-            leaf = jnp.repeat(heads, repeats, axis=0)
+            heads = leaf.reshape(key_heads(name), -1) if lanes else leaf
+            leaf = jnp.repeat(heads, repeats(name), axis=0)
             leaf = leaf.reshape(-1) if lanes else leaf
         if is_padded(name):
             rows = -leaf.shape[0] % size

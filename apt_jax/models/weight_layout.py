@@ -24,7 +24,7 @@ from apt_jax.ops.weights import (
 
 
 def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
-    """Join q, k and v of every layer into one matrix, and gate and up into another: CPUs compute one wide product in
+    """Join q, k and v (if it has a matrix) of every layer into one matrix, and gate and up into another: CPUs compute one wide product in
     less than half the time of three. Integer matrices of different kinds are joined only for q, k and v, as a
     `JoinedMatrix`.
 
@@ -46,12 +46,10 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
         return jnp.concatenate([w.reshape(-1, *w.shape[2:]) for w in leaves])
 
     def fused(layer: LayerParams) -> LayerParams:
-        if layer.latent is None and len({type(w) for w in (layer.wq, layer.wk, layer.wv)}) == 1:
-            layer = dataclasses.replace(
-                layer,
-                wqkv=join_heads(layer.wq, layer.wk, layer.wv),
-                bqkv=join_heads(layer.bq, layer.bk, layer.bv),
-            )
+        pairs = [(layer.wq, layer.bq), (layer.wk, layer.bk), (layer.wv, layer.bv)]
+        matrices, biases = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
+        if layer.latent is None and len({type(w) for w in matrices}) == 1:
+            layer = dataclasses.replace(layer, wqkv=join_heads(*matrices), bqkv=join_heads(*biases))
             if not keep:
                 layer = dataclasses.replace(layer, wq=None, wk=None, wv=None, bq=None, bk=None, bv=None)
         if layer.w_gate is None or len({getattr(w, "kind", None) for w in (layer.w_gate, layer.w_up)}) > 1:

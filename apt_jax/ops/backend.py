@@ -10,10 +10,13 @@ from jax import Array
 from apt_jax.ops import linear, low_rank
 
 RULES: frozenset[str] = frozenset({"softcap", "alibi", "window"})
-"""Features that only some layers of a model may need, one for each field of `LogitModifiers`."""
+"""Features for the fields of `LogitModifiers`."""
 
-EXTRAS: frozenset[str] = RULES | {"key norm", "lane norm", "grouped absorption", "input width", "adapters"}
-"""Features that some models need in addition to plain attention: `RULES`, `KeyNorm` of each head ("key norm") or of all
+BY_LAYER: frozenset[str] = RULES | {"slot width"}
+"""Features that only some layers of a model may need: `RULES`, and `lane` of the calls ("slot width")."""
+
+EXTRAS: frozenset[str] = BY_LAYER | {"key norm", "lane norm", "grouped absorption", "input width", "adapters"}
+"""Features that some models need in addition to plain attention: `BY_LAYER`, `KeyNorm` of each head ("key norm") or of all
 heads together ("lane norm"), `decode_v_absorbed` with fewer key heads than query heads, layer inputs narrower or wider
 than the lanes, and adapters of W_k or W_v where keys and values are computed from layer inputs."""
 

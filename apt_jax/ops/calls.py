@@ -12,9 +12,9 @@ Query heads share key heads; the number of key heads follows from the pool's wid
 products have the dtype of the pool, and products are accumulated in float32.
 
 All ops work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions of
-one request, keys (K * H = E elements per slot) or values, or layer inputs (D elements per slot; if D is not E, the
-flattened block starts with `block_size` layer inputs, where `block_size` is that of the record). If no request caches
-keys and values, E may be another width: that of the latents of latent attention, which are D in all of this. Block tables map
+one request, keys (K * H = E elements per slot) or values, or layer inputs (D elements per slot; latents are layer inputs
+here). Slots may be narrower than those of the pool (layer inputs whose D is not E, or the `lane` of the record): the
+flattened block then starts with `block_size` slots, where `block_size` is that of the record. Block tables map
 position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are 0, and the slots of
 block 0 are never used.
 
@@ -134,6 +134,8 @@ class DecodeCall:
     """Number of positions of each row; rows of length 0 give zeros."""
     block_size: int = dataclasses.field(metadata=_STATIC)
     """Number of positions per block; they are at the start of the block."""
+    lane: int | None = dataclasses.field(default=None, metadata=_STATIC)
+    """E: elements of a slot of keys and values; None: as many as in the pool."""
     rows: tuple[AnyArray, AnyArray] | None = None
     """Half-open range of rows to compute; other rows give zeros. None: all rows."""
     slot_ranges: Int32[AnyArray, "R J 2"] | None = None
@@ -147,6 +149,11 @@ class DecodeCall:
     room: int | None = dataclasses.field(default=None, metadata=_STATIC)
     """With `tensor`: maximum total length of all rows, in positions, where the length of each row is rounded up to a
     multiple of `xla_common.ROOM_STEP`; rows beyond the maximum give zeros. None: the capacity of the tables."""
+
+    @property
+    def width(self) -> int:
+        """`lane`, or that of the pool if it is None."""
+        return self.pool.shape[2] if self.lane is None else self.lane
 
     @property
     def projected(self) -> Projection:
@@ -205,6 +212,8 @@ class PrefillCall:
     num_rows: Int32[AnyArray, ""]
     """Number of rows to compute; they come first."""
     block_size: int = dataclasses.field(metadata=_STATIC)
+    lane: int | None = dataclasses.field(default=None, metadata=_STATIC)
+    """See `DecodeCall.lane`."""
     slot_ranges: Int32[AnyArray, "B J 2"] | None = None
     rules: LogitModifiers | None = None
     hidden_prefixes: HiddenPrefixes | None = None

@@ -134,12 +134,13 @@ def _decode(
 
 def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the call's row range give zeros and cost nothing."""
-    num_kv_heads = call.pool.shape[2] // q.shape[2]
+    width = call.width
+    num_kv_heads = width // q.shape[2]
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         del position, index
-        keys = fetch_blocks(call.pool, ids[:, 0], call.block_size, None)
-        return keys, fetch_blocks(call.pool, ids[:, 1], call.block_size, own)
+        keys = fetch_blocks(call.pool, ids[:, 0], call.block_size, None, width)
+        return keys, fetch_blocks(call.pool, ids[:, 1], call.block_size, own, width)
 
     spread = _spread_heads(q, num_kv_heads).astype(call.pool.dtype)
     return _decode(spread, fetch, call, lambda out: _own_lanes(out, num_kv_heads), q.shape[2])

@@ -104,7 +104,7 @@ def prefill(
 
     def fetch_kv(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         del position, index
-        both = fetch_blocks(pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1])))
+        both = fetch_blocks(pool, ids, block_size, jnp.broadcast_to(own, (2, own.shape[1])), call.lane)
         return both[0], both[1]
 
     def fetch_hidden(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:

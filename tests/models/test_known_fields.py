@@ -47,6 +47,11 @@ OTHER: dict[str, Any] = {
     "no_rope_layer_interval": 3,
     "norm_topk_prob": (True, False),
     "qkv_bias": False,
+    "attention_k_eq_v": False,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "per_layer_config": {"1": {"head_dim": 32}},
+    "hidden_size_per_layer_input": 256,
     **dict.fromkeys(("decoder_sparse_step", "num_experts", "num_local_experts", "num_experts_per_tok"), 3),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
@@ -121,6 +126,8 @@ def small(architecture: str, family: ModelFamily) -> dict[str, Any]:
         fields |= {"topk_method": "group_limited_greedy"}
     if "n_routed_experts" in known:
         fields |= {"n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 3}
+    if "attention_k_eq_v" in known:
+        fields |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
     if "max_window_layers" in known:
         fields |= {"max_window_layers": 1}
     return {"architectures": [architecture], "vocab_size": 97, **fields}  # fmt: skip
@@ -137,7 +144,7 @@ CASES = [
     (name, field)
     for name, (_, family) in BY_NAME.items()
     for field in sorted({"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"} | family.fields.read)
-    if field not in ELSEWHERE and name not in ("gemma3", "mistral3")
+    if field not in ELSEWHERE and name not in ("gemma3", "gemma4", "mistral3")
 ]
 
 

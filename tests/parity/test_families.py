@@ -30,20 +30,24 @@ def random_model(name: str, seed: int = 0) -> Any:
     config_class, fields = MODELS[name]
     torch.manual_seed(seed)
     config = getattr(transformers, config_class)(**fields)
-    has_images = config_class == "Mistral3Config"
+    has_images = config_class in ("Mistral3Config", "Gemma4Config")
     auto = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter_name, value in model.named_parameters():
             if value.dim() == 1:  # biases and norms
                 value.add_(torch.randn_like(value) * 0.3)
+                if config_class.startswith("Gemma4") and "k_norm" in parameter_name:
+                    value.mul_(len(value) ** -0.5)  # as scores are not divided by sqrt(H)
             elif "emb" in parameter_name or "wte" in parameter_name or "wpe" in parameter_name:
                 value.normal_(0, 1.0 / config.get_text_config().hidden_size ** 0.25)
             else:
                 value.normal_(0, 1.0 / min(value.shape) ** 0.5)
-        for name, value in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+        for buffer_name, value in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
                 value.normal_(0, 0.3)
+            if buffer_name.endswith("layer_scalar"):
+                value.uniform_(0.5, 1.5)
     return model.float()
 
 

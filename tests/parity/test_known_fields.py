@@ -32,6 +32,8 @@ CLASSES = {
     "gemma2": "Gemma2Config",
     "gemma3_text": "Gemma3TextConfig",
     "gemma3": "Gemma3Config",
+    "gemma4_text": "Gemma4TextConfig",
+    "gemma4": "Gemma4Config",
     "olmo2": "Olmo2Config",
     "gpt2": "GPT2Config",
     "gpt_neox": "GPTNeoXConfig",

@@ -15,6 +15,21 @@ _LLAMA3 = {
     "rope_theta": 100.0,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
+_GEMMA4 = _BASE | dict(
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    global_head_dim=32,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=0,
+    sliding_window=10,
+    final_logit_softcapping=5.0,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    },
+)
 _FACTORS = [1.0 + 0.1 * i for i in range(4)]
 _LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
 
@@ -74,6 +89,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         text_config=_BASE | dict(num_key_value_heads=4, head_dim=8, sliding_window=9, sliding_window_pattern=2),
         vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14),
         mm_tokens_per_image=4)),
+    "gemma4 12b": ("Gemma4TextConfig", _GEMMA4 | dict(num_global_key_value_heads=1)),
+    "gemma4 31b": ("Gemma4TextConfig", _GEMMA4 | dict(num_global_key_value_heads=2, final_logit_softcapping=None)),
+    "gemma4, two tensors": ("Gemma4TextConfig", _GEMMA4 | dict(
+        num_hidden_layers=3, attention_k_eq_v=False, num_key_value_heads=2, global_head_dim=24, attention_bias=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention"])),
+    "gemma4 with images": ("Gemma4Config", dict(
+        text_config=_GEMMA4 | dict(num_hidden_layers=2, num_global_key_value_heads=1, use_bidirectional_attention="vision"),
+        vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+                           head_dim=8, patch_size=4, position_embedding_size=16))),
     "qwen3 moe": ("Qwen3MoeConfig", _BASE | dict(
         num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True)),
     "qwen3 moe, a dense layer": ("Qwen3MoeConfig", _BASE | dict(

@@ -30,7 +30,7 @@ def random_adapter(
     matrices = {}
     for layer in range(config.num_layers) if layers is None else layers:
         for field in fields:
-            shape = target_shape(field, config)
+            shape = target_shape(field, config, layer)
             if shape is not None:
                 a = rng.standard_normal((rank, shape[1]), np.float32) * np.float32(shape[1] ** -0.5)
                 matrices[layer, field] = (a, rng.standard_normal((shape[0], rank), np.float32) * np.float32(size))

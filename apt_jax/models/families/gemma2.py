@@ -16,7 +16,7 @@ from apt_jax.models.families.llama import (
 )
 from apt_jax.models.known_fields import LLAMA_FIELDS
 
-_IN_LAYER = IN_LAYER | {
+IN_SANDWICH = IN_LAYER | {
     "attn_out_norm.scale": "post_attention_layernorm.weight",
     "ffn_norm.scale": "pre_feedforward_layernorm.weight",
     "ffn_out_norm.scale": "post_feedforward_layernorm.weight",
@@ -44,7 +44,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
     """Return the source tensor of a leaf of `param_names`."""
     del config
-    return whole(leaf, shape, TOP_LEVEL, _IN_LAYER, "layers.{}.")
+    return whole(leaf, shape, TOP_LEVEL, IN_SANDWICH, "layers.{}.")
 
 
 GEMMA2_FIELDS = LLAMA_FIELDS.but(

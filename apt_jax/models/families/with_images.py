@@ -51,5 +51,7 @@ def text_family(
             read=frozenset(), ignored=ignored | {"vision_config"}, nested={"text_config": family.fields}
         ),
         strip_prefix=strip_prefixes,
-        ignored_tensors=re.compile(rf"{NORM_BUFFERS.pattern}|^(vision_tower|multi_modal_projector)\."),
+        ignored_tensors=re.compile(
+            rf"{NORM_BUFFERS.pattern}|^(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+        ),
     )

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from apt_jax.errors import ModelLoadError, counted
-from apt_jax.models.checkpoint_map import ModelFamily
+from apt_jax.models.checkpoint_map import ModelFamily, split_leaf
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.loading.checkpoint import SafetensorsCheckpoint, file_inside, format_names, read_json
@@ -227,8 +227,8 @@ def _places(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, in
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
     places: dict[str, tuple[int, int, _Leaves]] = {}
     for leaf, shape in zip(names, shapes, strict=True):
-        field = leaf.rpartition(".")[2]
-        flat = target_shape(field, config) if field in TARGETS else None
+        field, layer = split_leaf(leaf)
+        flat = target_shape(field, config, int(layer)) if layer is not None and field in TARGETS else None
         if flat is None:
             continue
         source = family.source(leaf, shape, config)
