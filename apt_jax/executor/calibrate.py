@@ -56,12 +56,13 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
     """Return a valid batch over arbitrary cache contents, given each row's kind, number of cached tokens and number of
     tokens to compute. Rows share blocks if the pool is too small."""
     n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
-    need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
     spec = executor.plan.windows
-    tables = np.zeros((n, 2 + (0 if spec is None else spec.blocks_per_group), max(need)), np.int32)
+    tables = np.zeros((n, 2 + (0 if spec is None else spec.blocks_per_group), executor.step_format.table_len), np.int32)
     cursor = 0
-    for row, blocks in enumerate(need):
-        for half in range(tables.shape[1] if kinds[row] == KV else 1):
+    for row, (start, length, kind) in enumerate(zip(starts, lens, kinds, strict=True)):
+        for half in range(tables.shape[1] if kind == KV else 1):
+            size = sizes[kind] if half < 2 or spec is None else spec.block_size
+            blocks = -(-(start + length) // size)
             tables[row, half, :blocks] = 1 + (cursor + np.arange(blocks)) % executor.num_blocks
             cursor += blocks
     return StepBatch(

@@ -157,7 +157,7 @@ class JaxExecutor:
         )
         self.config, self.cache_config, self.quantization = plan.config, cache, quantization
         self.adapters = tuple(adapter.name for adapter in adapters)
-        self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
+        self.block_size, self.max_num_seqs = plan.block_size, max_num_seqs
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         self.kinds_offered, self.hidden_block_size = plan.kinds_offered, plan.hidden_block_size
         self.hidden_mode, self.mixed, self.buckets = plan.hidden_mode, plan.mixed, plan.buckets

@@ -169,12 +169,14 @@ def plan_executor(
     ops = choose_attention(platform, attention, chip, extras)
     if num_devices > 1:
         ops = with_sharded_hidden(ops)
+    groups = layer_groups(config, cache, hidden=hidden, max_model_len=max_model_len, both_ends=both_ends)
+    block_size = cache.block_size if groups is None else groups.block_size
+    smallest = block_size if groups is None else min(block_size, groups.windows.block_size)
     table_lens = {
-        "kv_table_len": -(-max_model_len // cache.block_size) * kinds.kv,
+        "kv_table_len": -(-max_model_len // smallest) * kinds.kv,
         "hidden_table_len": -(-max_model_len // hidden_block_size) * hidden,
     }
     absorbs_prompts = hidden_mode == "absorb" and config.input_width == config.lane and not extras["prefill"]
-    groups = layer_groups(loaded, cache, hidden=hidden, max_model_len=max_model_len, both_ends=both_ends)
     halves = 2 if groups is None else 2 + groups.windows.blocks_per_group
     entries = max_num_seqs * max(halves * max(table_lens.values()), config.vocab_size)
     if entries > _MAX_ENTRIES:
@@ -191,7 +193,7 @@ def plan_executor(
         ops=ops,
         mixed=not ops.branches if mixed is None else mixed,
         **table_lens,
-        block_size=cache.block_size,
+        block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,

@@ -289,12 +289,20 @@ def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> Engin
 
 def cache_kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[CacheKindSpec]:
     """Return the cache kinds that the executor offers, with their costs if known."""
+    groups, (kv, hidden) = executor.plan.layer_groups, executor.kinds_offered
     if cost_model is not None:
         kinds = cost_model.kinds(executor.kinds_offered, absorbs=executor.absorbs)
-        return (dataclasses.replace(kinds[KV], windows=executor.plan.windows), *kinds[1:])
-    kv, hidden = executor.kinds_offered
+        if groups is None:
+            return kinds
+        of_kv = dataclasses.replace(kinds[KV], blocks_per_group=groups.blocks_per_group, windows=groups.windows)
+        return (of_kv, *kinds[1:])
     return (
-        CacheKindSpec(name="kv", blocks_per_group=2, offered=kv, windows=executor.plan.windows),
+        CacheKindSpec(
+            name="kv",
+            blocks_per_group=2 if groups is None else groups.blocks_per_group,
+            offered=kv,
+            windows=executor.plan.windows,
+        ),
         CacheKindSpec(name="hidden", blocks_per_group=1, offered=hidden, reprojected=not executor.absorbs),
     )
 

@@ -391,6 +391,7 @@ def decoder_step(
     arrays = range(num_layers) if groups is None else groups.arrays
     sets: tuple[int | None, ...] = (None,) * num_layers if groups is None else groups.sets
     of_set = {index: batch.of_set(index) for index in dict.fromkeys(sets)}
+    block_sizes = [options.block_size if groups is None else groups.block_size_of(i) for i in range(num_layers)]
 
     def in_parts(h: Array, pools: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
         new_pools = list(pools)
@@ -410,7 +411,7 @@ def decoder_step(
                     rope=ropes[i],
                     shape=config.attention_of(i),
                     config=config,
-                    options=options,
+                    options=dataclasses.replace(options, block_size=block_sizes[i]),
                     rest=of_samples if is_cut else options,
                 )
         if not has_prompts:
@@ -435,7 +436,7 @@ def decoder_step(
                 h, new_pools[arrays[i]] = options.ops.decode_layer(
                     h, new_pools[arrays[i]], layer, tables=own.decode_tables, lens=batch.decode_lens,
                     slots=(own.first_slots, own.second_slots), live=batch.num_decode_rows, cos_sin=turns[ropes[i]][0],
-                    rules=rules[i], block_size=options.block_size,
+                    rules=rules[i], block_size=block_sizes[i],
                 )  # fmt: skip
         return tuple(new_pools), _added(_sampled(h, sample_rows), None, params.final_norm, dtype, config, of_samples)[1]
 

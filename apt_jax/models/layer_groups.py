@@ -11,10 +11,12 @@ The windowed layers use the same arrays, in other blocks, as many layers at a ti
     ...                                                           12 blocks of a group
     windowed, set 5    layer 24  layer 25  -         -
 
-So all blocks have one size and come from one pool.
+So all blocks have one size and come from one pool. If global layers cache less of a token (Gemma 4: one narrower tensor
+in place of two), their blocks hold more positions.
 """
 
 import dataclasses
+import math
 
 from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import WindowSpec
@@ -31,7 +33,22 @@ class LayerGroups:
     sets: tuple[int | None, ...]
     """Set of windowed layers that each layer belongs to; None: it keeps all positions. Set s uses the block tables 2 + 2
     s of keys and 3 + 2 s of values."""
+    block_size: int
+    """Positions in a block of the layers that keep all positions."""
+    blocks_per_group: int
+    """Blocks of these layers in a group: 2, or 1 if they cache keys and values as one tensor."""
     windows: WindowSpec
+
+    def block_size_of(self, layer: int) -> int:
+        """Return the number of positions in a block of a layer."""
+        return self.block_size if self.sets[layer] is None else self.windows.block_size
+
+
+def _num_positions(elements: int, lane: int, near: int) -> int:
+    """Return how many slots of `lane` elements a block takes: up to a tenth fewer than fit if the number then has a
+    smaller common multiple with `near`, because cached prefixes end at common multiples."""
+    most = elements // lane
+    return min(range(most, most - most // 10 - 1, -1), key=lambda num: math.lcm(num, near))
 
 
 def layer_groups(
@@ -39,7 +56,7 @@ def layer_groups(
 ) -> LayerGroups | None:
     """Return the groups of a model's layers; None: all layers keep all positions, each in an array of its own.
 
-    That is so if no layer has a window, if all have one or their windows differ, and if positions of layer inputs, host
+    That is so if no layer has a window, if all have one or their windows or shapes differ, and if positions of layer inputs, host
     memory or shared blocks are offered, whose groups have the same positions in all layers.
 
     Args:
@@ -53,7 +70,8 @@ def layer_groups(
     kept = [i for i, window in enumerate(windows) if window is None]
     windowed = [i for i, window in enumerate(windows) if window is not None]
     sizes = {window for window in windows if window is not None}
-    if not kept or len(sizes) != 1:
+    shapes = ({config.attention_of(layer) for layer in layers} for layers in (kept, windowed))
+    if not kept or len(sizes) != 1 or any(len(alike) != 1 for alike in shapes):
         return None
     arrays, sets = [0] * config.num_layers, list[int | None]([None] * config.num_layers)
     for at, layer in enumerate(kept):
@@ -61,5 +79,13 @@ def layer_groups(
     for at, layer in enumerate(windowed):
         sets[layer], arrays[layer] = divmod(at, len(kept))
     num_sets = -(-len(windowed) // len(kept))
-    spec = WindowSpec(window=sizes.pop(), block_size=cache.block_size, blocks_per_group=2 * num_sets)
-    return LayerGroups(num_arrays=len(kept), arrays=tuple(arrays), sets=tuple(sets), windows=spec)
+    elements, own = cache.block_size * config.lane, config.attention_of(kept[0])
+    in_window = _num_positions(elements, config.attention_of(windowed[0]).lane, cache.block_size)
+    return LayerGroups(
+        num_arrays=len(kept),
+        arrays=tuple(arrays),
+        sets=tuple(sets),
+        block_size=_num_positions(elements, own.lane, in_window),
+        blocks_per_group=2 if own.turned_lanes is None else 1,
+        windows=WindowSpec(window=sizes.pop(), block_size=in_window, blocks_per_group=2 * num_sets),
+    )

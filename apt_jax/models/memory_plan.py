@@ -160,7 +160,10 @@ def _plan(
     step += max_num_batched_tokens * (8 * config.hidden_size + 2 * itemsize * config.widest_ffn // num_devices)
     smallest = min(cache.block_size, config.hidden_block_size(cache.block_size)) if hidden else cache.block_size
     groups = layer_groups(config, cache, hidden=hidden, max_model_len=max_model_len)
-    kv = CacheKindSpec(name="kv", blocks_per_group=2, windows=None if groups is None else groups.windows)
+    kv, kv_size = CacheKindSpec(name="kv", blocks_per_group=2), cache.block_size
+    if groups is not None:
+        kv = dataclasses.replace(kv, blocks_per_group=groups.blocks_per_group, windows=groups.windows)
+        kv_size, smallest = groups.block_size, min(groups.block_size, groups.windows.block_size)
     tables = 2 if kv.windows is None else 2 + kv.windows.blocks_per_group
     # Last tokens, block tables and token counts of all slots: `StepFormat.slot_bytes`.
     step += 4 * max_num_seqs * (1 + tables * -(-max_model_len // smallest) + config.vocab_size)
@@ -176,7 +179,7 @@ def _plan(
         )
 
     def tokens(blocks: int) -> dict[str, int]:
-        of_kv = {"kv": kv.tokens_in(blocks, cache.block_size)} if holds_keys else {}
+        of_kv = {"kv": kv.tokens_in(blocks, kv_size)} if holds_keys else {}
         return of_kv | ({"hidden": blocks * config.hidden_block_size(cache.block_size)} if hidden else {})
 
     host_blocks = blocks_of(cache.swap_space, block * num_devices) if cache.swap_space else 0

@@ -76,7 +76,8 @@ class StepFormat:
     @property
     def dropped_slot(self) -> int:
         """Token slot outside the pool; writes to it are dropped."""
-        return (self.num_blocks + 1) * self.block_size
+        windowed = 0 if self.windows is None else self.windows.block_size
+        return (self.num_blocks + 1) * max(self.block_size, windowed)
 
     @property
     def tables_shape(self) -> tuple[int, int, int]:
