@@ -155,7 +155,8 @@ class JaxExecutor:
             adapt_keys=adapt_keys(adapters) if adapters else None,
             both_ends=both_ends,
         )
-        self.config, self.cache_config, self.quantization = plan.config, cache, quantization
+        self.config, self.quantization = plan.config, quantization
+        self.cache_config = dataclasses.replace(cache, block_size=plan.block_size)
         self.adapters = tuple(adapter.name for adapter in adapters)
         self.block_size, self.max_num_seqs = plan.block_size, max_num_seqs
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len

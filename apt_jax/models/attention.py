@@ -114,7 +114,7 @@ def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Flo
         keys, values = (part[b:].reshape(t - b, -1, width) for part in (k, v))
         out = _attend_prefill(a, q[b:], keys, values, pool)
         outs.append(out.astype(x.dtype))
-    width = a.config.value_dim if a.shape.turned_lanes is None else a.shape.head_dim
+    width = a.shape.head_dim if a.config.latent is None else a.config.value_dim
     return jnp.concatenate([out[:, :, :width] for out in outs]).reshape(t, -1), pool
 
 

@@ -121,7 +121,8 @@ def prefill(
         return project_kv(x[0], p.wk, p.bk, turns, p.key_norm, more_k), project_kv(x[0], wv, p.bv, more=more_v)
 
     reader = functools.partial(_PrefixReader, tables=tables, slot_ranges=slot_ranges)
-    holds_keys = pool.shape[2] == num_kv_heads * head_dim  # False: no row caches keys and values
+    # False: no row caches keys and values.
+    holds_keys = (pool.shape[2] if call.lane is None else call.lane) == num_kv_heads * head_dim
     kv = reader(entries=kv_entries, slots=block_size, fetch=fetch_kv)
     inputs = reader(entries=hidden_entries, slots=hidden_slots, fetch=fetch_hidden)
 

@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
-from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.core.tiers import HostMemory, Tiers
 from apt_jax.engine import Engine
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.frontend.components import cache_kinds
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import Policy, make_policy
@@ -43,10 +44,7 @@ def greedy(
     scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget)
     if isinstance(policy, str):
         policy = make_policy(policy, scheduler)
-    kinds = (
-        CacheKindSpec(name="kv", blocks_per_group=2, offered=kind in ("kv", "hybrid")),
-        CacheKindSpec(name="hidden", blocks_per_group=1, offered=kind in ("hidden", "hybrid")),
-    )
+    kinds = [dataclasses.replace(k, offered=kind in (k.name, "hybrid")) for k in cache_kinds(executor, None)]
     engine = Engine(
         executor, policy, WallClock(), kinds, scheduler,
         dataclasses.replace(executor.cache_config), vocab_size=executor.config.vocab_size,
