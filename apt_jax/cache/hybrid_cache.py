@@ -165,9 +165,7 @@ class HybridCache:
         `blocks_per_group * ceil(num_tokens / block size)`, and the blocks of windowed layers."""
         blocks = -(-num_tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
         if self.windows is not None:
-            spec = self.windows.spec
-            # A chunk of a prompt needs the window before it and the window at its end.
-            blocks += min(-(-num_tokens // spec.block_size), 2 * spec.max_groups) * spec.blocks_per_group
+            blocks += self.windows.spec.most_blocks(num_tokens)
         return blocks
 
     def most_tokens(self, kind: int) -> int:
@@ -306,17 +304,15 @@ class HybridCache:
         ok = roomy & ~windows.must_grow(slots, num_tokens)
         self.num_tokens[slots[ok]] = num_tokens[ok]
         for i in np.flatnonzero(~ok).tolist():
-            owner, slot, end, kind = int(owners[i]), int(slots[i]), int(num_tokens[i]), int(kinds[i])
-            if slot == NO_SLOT:
-                missing, held = windows.spec.num_groups(end), 0
-            else:
-                missing, held = max(windows.num_missing(slot, end), 0), int(self.num_groups[slot])
-            new = max(-(-end // self.block_sizes[kind]) - held, 0)
-            if new * self.blocks_per_group[kind] + missing * windows.spec.blocks_per_group > self.num_free:
+            owner, end, kind = int(owners[i]), int(num_tokens[i]), int(kinds[i])
+            blocks = self.groups.allocate(windows.num_missing(int(slots[i]), end) * windows.spec.blocks_per_group)
+            if blocks is None:
                 continue
             if self.reserve(owner, end, kind):
                 ok[i], slots[i] = True, self.slot_by_owner[owner]
-                windows.grow(int(slots[i]), end)
+                windows.grow(int(slots[i]), end, blocks)
+            else:
+                self.pool.free(blocks)
         return ok
 
     def leave_windows(self, slots: NDArray[np.int32], ends: NDArray[np.int32]) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache.block_pool import require
+from apt_jax.cache.block_pool import NO_SLOT, require
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.core.kinds import WINDOWED, WindowSpec
@@ -61,18 +61,17 @@ class WindowTables:
         return self.end[slots] * self.spec.block_size < ends
 
     def num_missing(self, slot: int, end: int) -> int:
-        """Return the number of groups that `grow` allocates."""
-        return -(-end // self.spec.block_size) - max(int(self.end[slot]), self.spec.first_group(end))
+        """Return the number of groups that `grow` needs; `NO_SLOT`: for a request without cache."""
+        held = 0 if slot == NO_SLOT else int(self.end[slot])
+        return max(-(-end // self.spec.block_size) - max(held, self.spec.first_group(end)), 0)
 
-    def grow(self, slot: int, end: int) -> None:
-        """Allocate the groups that positions up to `end` fill and that the token at `end` needs. There must be enough
-        blocks."""
-        num, last = self.num_missing(slot, end), -(-end // self.spec.block_size)
-        if num > 0:
-            ids = self._groups.allocate(num * self.spec.blocks_per_group)
-            require(ids is not None, "too few blocks for windowed layers")
-            assert ids is not None
-            ids = ids.reshape(self.spec.blocks_per_group, num)
+    def grow(self, slot: int, end: int, blocks: NDArray[np.int32]) -> None:
+        """Give a slot the groups that positions up to `end` fill and that the token at `end` needs: newly allocated
+        `blocks`, (`blocks_per_group` * n,)."""
+        last = -(-end // self.spec.block_size)
+        if blocks.size:
+            ids = blocks.reshape(self.spec.blocks_per_group, -1)
+            num = ids.shape[1]
             self._widen(last)
             self.tables[slot, :, last - num : last] = ids
             self._hold(slot, ids)
@@ -127,12 +126,13 @@ class WindowTables:
         """Give a slot without groups the registered groups `nodes` of a prefix of `tokens` positions."""
         end, first = tokens // self.spec.block_size, self.spec.first_group(tokens)
         require(len(nodes) == end - first, "a window of a cached prefix is not cached")
-        firsts = self._groups.share(nodes, self._num_slots + slot)
-        assert firsts is not None
-        self._widen(end)
-        self.tables[slot, 0, first:end] = firsts
-        num_rest = self.spec.blocks_per_group - 1
-        self.tables[slot, 1:, first:end] = self._groups.rest[firsts, :num_rest].T
+        if nodes:
+            firsts = self._groups.share(nodes, self._num_slots + slot)
+            assert firsts is not None
+            self._widen(end)
+            self.tables[slot, 0, first:end] = firsts
+            num_rest = self.spec.blocks_per_group - 1
+            self.tables[slot, 1:, first:end] = self._groups.rest[firsts, :num_rest].T
         self.first[slot], self.end[slot], self.num_filled[slot] = first, end, end
         self.num_held[slot] = end - first
 

@@ -38,6 +38,10 @@ class KindSet(NamedTuple):
 _Tokens = TypeVar("_Tokens", int, NDArray[np.integer])
 
 
+def _least(numbers: _Tokens, most: int) -> _Tokens:
+    return min(numbers, most) if isinstance(numbers, int) else np.minimum(numbers, most)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowSpec:
     """Cache of windowed layers in groups of their own, which a request releases when their positions have left the
@@ -56,25 +60,27 @@ class WindowSpec:
 
     def num_groups(self, tokens: _Tokens) -> _Tokens:
         """Return the largest number of groups that a request holds between two steps, given its number of positions."""
-        groups = -(-tokens // self.block_size)
-        return min(groups, self.max_groups) if isinstance(groups, int) else np.minimum(groups, self.max_groups)
+        return _least(-(-tokens // self.block_size), self.max_groups)
 
     def num_blocks(self, tokens: _Tokens) -> _Tokens:
         """Return the number of blocks of `num_groups`."""
         return self.num_groups(tokens) * self.blocks_per_group
 
-    def extra_blocks(self, starts: NDArray[np.integer], ends: NDArray[np.integer]) -> NDArray[np.integer]:
+    def extra_blocks(self, starts: _Tokens, ends: _Tokens) -> _Tokens:
         """Return the number of blocks beyond `num_blocks` of `ends` that chunks of positions [starts, ends) need until
         they are computed: those of the window before the chunk that are not needed after it."""
-        written = np.minimum(-(-ends // self.block_size) - -(-starts // self.block_size), self.max_groups)
-        extra = self.num_groups(starts) + written - self.num_groups(ends)
-        return np.maximum(extra, 0) * self.blocks_per_group
+        written = _least(-(-ends // self.block_size) - -(-starts // self.block_size), self.max_groups)
+        return (self.num_groups(starts) + written - self.num_groups(ends)) * self.blocks_per_group
+
+    def most_blocks(self, tokens: _Tokens) -> _Tokens:
+        """Return the largest number of blocks that a prompt of `tokens` positions holds while it is computed in
+        chunks."""
+        return _least(-(-tokens // self.block_size), 2 * self.max_groups) * self.blocks_per_group
 
     def first_group(self, position: _Tokens) -> _Tokens:
         """Return the first group that the token at a position attends to."""
         first = position + 1 - self.window
-        first = max(first, 0) if isinstance(first, int) else np.maximum(first, 0)
-        return first // self.block_size
+        return (max(first, 0) if isinstance(first, int) else np.maximum(first, 0)) // self.block_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ def layer_groups(
 ) -> LayerGroups | None:
     """Return the groups of a model's layers; None: all layers keep all positions, each in an array of its own.
 
-    That is so if no layer has a window, if all have one or their windows or shapes differ, and if positions of layer inputs, host
+    That is so if no layer has a window (longer than a token), if all have one or their windows or shapes differ, and if positions of layer inputs, host
     memory or shared blocks are offered, whose groups have the same positions in all layers.
 
     Args:
@@ -71,7 +71,7 @@ def layer_groups(
     windowed = [i for i, window in enumerate(windows) if window is not None]
     sizes = {window for window in windows if window is not None}
     shapes = ({config.attention_of(layer) for layer in layers} for layers in (kept, windowed))
-    if not kept or len(sizes) != 1 or any(len(alike) != 1 for alike in shapes):
+    if not kept or len(sizes) != 1 or 1 in sizes or any(len(alike) != 1 for alike in shapes):
         return None
     arrays, sets = [0] * config.num_layers, list[int | None]([None] * config.num_layers)
     for at, layer in enumerate(kept):

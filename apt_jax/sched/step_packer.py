@@ -4,6 +4,8 @@ Speed: options are computed as (num_kinds, n) arrays, along contiguous memory, a
 `take`, which is two to ten times faster than indexing with an array.
 """
 
+import bisect
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,7 +42,7 @@ def start_blocks_for(
     """
     blocks = view.blocks_for(tokens, kind) - view.table.shared_prefix_blocks[rows, kind]
     if view.windows is not None:
-        blocks += view.windows.extra_blocks(view.table.cached_prefix_tokens[rows, kind], tokens)
+        blocks += view.windows.most_blocks(tokens) - view.windows.num_blocks(tokens)
     return blocks
 
 
@@ -259,16 +261,27 @@ class StepPacker:
                 int(table.num_blocks[row]) + int(table.num_shared[row]),
                 int(table.num_cached[row]),
             )
-            left = self.blocks_left
-            if self.view.windows is not None:  # the window before the chunk stays until it is computed
-                left -= self.view.windows.max_groups * self.view.windows.blocks_per_group
-            room = self.view.most_tokens(held + left, kind) - cached
-            length = min(int(table.num_tokens[row]) - cached, self.tokens_left, room)
+            most = min(int(table.num_tokens[row]) - cached, self.tokens_left)
+            length, blocks = self._chunk(cached, most, kind, held)
             if length < 1:
                 continue
-            self._add(row, length, kind, self.view.blocks_of(cached + length, kind) - held)
+            self._add(row, length, kind, blocks)
             added = True
         return added
+
+    def _chunk(self, cached: int, most: int, kind: int, held: int) -> tuple[int, int]:
+        """Return the length of the next chunk of a prompt that holds `held` blocks, at most `most`, for which there are
+        blocks, and the blocks that it takes."""
+        view, windows = self.view, self.view.windows
+        if windows is None:
+            length = min(most, view.most_tokens(held + self.blocks_left, kind) - cached)
+            return length, view.blocks_of(cached + length, kind) - held
+
+        def needed(length: int) -> int:
+            return view.blocks_of(cached + length, kind) + windows.extra_blocks(cached, cached + length) - held
+
+        length = bisect.bisect_right(range(1, most + 1), self.blocks_left, key=needed)
+        return length, needed(length)
 
     def start(self, rows: Rows, kind: NDArray[np.int8], *, in_order: bool, split: bool = False) -> None:
         """Start waiting `rows` within the tokens and slots left; the caller ensures that their blocks are free.

@@ -13,12 +13,12 @@ function that is asked before each step.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.core.kinds import HIDDEN, KV, WindowSpec
 from apt_jax.core.step import NO_TOKEN, NULL_BLOCK, TOKEN_ON_DEVICE, PoolSpan, PromptTargets, StepBatch, StepResult
 from apt_jax.request import Grammar, PromptLogprobs, SamplingParams
 from apt_jax.utils.clock import VirtualClock
@@ -27,6 +27,7 @@ _TAG_NONE = 0
 _TAG_K = 1
 _TAG_V = 2
 _TAG_X = 3
+_TAG_W = 4
 
 _STALE_TOKEN = 0x5A5A5A
 """Token in slots that nothing has written since the pool was made."""
@@ -345,7 +346,9 @@ class FakeExecutor:
         fault: Callable[[StepBatch], Fault | None] | None = None,
         num_host_blocks: int = 0,
         lost: Callable[[], bool] | None = None,
+        windows: WindowSpec | None = None,
     ) -> None:
+        self.windows = windows
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.hidden_block_size = block_size if hidden_block_size is None else hidden_block_size
@@ -358,7 +361,7 @@ class FakeExecutor:
         self.fault = fault
         self.num_steps = 0
         self.num_resets = 0
-        shape = (3, num_host_blocks + 1, max(self.block_size, self.hidden_block_size))
+        shape = (3, num_host_blocks + 1, self._slots)
         self.host = FakeHostMemory(np.full(shape, _STALE_TOKEN, np.int64), np.zeros(shape[1], np.bool_), lost)
         self.host.device = lambda: (self._token, self._position, self._tag)
         self._busy_until_s = 0.0
@@ -423,8 +426,13 @@ class FakeExecutor:
             self._busy_until_s = max(self._busy_until_s, self.clock.now_s()) + duration_s
         return _Handle(self, outcome, self._busy_until_s)
 
+    @property
+    def _slots(self) -> int:
+        """Slots of a block of the pool."""
+        return max(self.block_size, self.hidden_block_size, self.windows.block_size if self.windows else 0)
+
     def _make_pool(self) -> None:
-        shape = (self.num_blocks + 1, max(self.block_size, self.hidden_block_size))
+        shape = (self.num_blocks + 1, self._slots)
         self._token = np.full(shape, _STALE_TOKEN, np.int64)
         self._position = np.full(shape, -1, np.int64)
         self._tag = np.full(shape, _TAG_NONE, np.int8)
@@ -467,7 +475,37 @@ class FakeExecutor:
             self._token[at] = (tokens + marks)[where]
             self._position[at] = position[where]
             self._tag[at] = tag[where] if isinstance(tag, np.ndarray) else tag
+        for at, written in self._windowed(batch, row, position):
+            self._token[at], self._position[at], self._tag[at] = tokens[written], position[written], _TAG_W
         return tokens
+
+    def _windowed(
+        self, batch: StepBatch, row: NDArray[np.intp], position: NDArray[np.integer]
+    ) -> Iterator[tuple[tuple[NDArray[np.int32], NDArray[np.integer]], NDArray[np.bool_]]]:
+        """Block and slot of positions in each table of windowed layers, and which of them have one."""
+        for half in range(2, batch.block_tables.shape[1]):
+            assert self.windows is not None
+            group, slot = np.divmod(position, self.windows.block_size)
+            block = batch.block_tables[row, half, group]
+            yield (block[block != NULL_BLOCK], slot[block != NULL_BLOCK]), block != NULL_BLOCK
+
+    def _wrong_windows(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Rows of which a windowed layer reads another token than the others at some position, (n,)."""
+        wrong = np.zeros(batch.start.size, np.bool_)
+        if self.windows is None:
+            return wrong
+        for row, (start, num) in enumerate(zip(batch.start.tolist(), batch.num_tokens.tolist(), strict=True)):
+            # Tokens of a chunk read each other directly; a later step reads what this one leaves behind.
+            position = np.arange(max(start + num - self.windows.window, 0), start + num)
+            if num > 1:
+                position = np.append(np.arange(max(start + 1 - self.windows.window, 0), start), position)
+            if num > 1:  # the token at the end does not attend to the first of them
+                position = position[(position < start) | (position > start + num - self.windows.window)]
+            plain = batch.block_tables[row, 0, position // self.block_size], position % self.block_size
+            for at, held in self._windowed(batch, np.full(position.size, row), position):
+                right = held.all() and (self._tag[at] == _TAG_W).all() and (self._position[at] == position).all()
+                wrong[row] |= not (right and (self._token[at] == self._token[plain]).all())
+        return wrong
 
     def _convert(self, batch: StepBatch) -> None:
         """Layer inputs to keys and values, all reads before all writes. What is no layer input of its position gives
@@ -495,6 +533,8 @@ class FakeExecutor:
         group, slot = np.divmod(position, size)
         for half in range(2):
             self._token[_at(batch.block_tables[row, half, group], slot, size)] = _STALE_TOKEN
+        for at, _ in self._windowed(batch, np.full(position.size, row), position):
+            self._token[at] = _STALE_TOKEN
 
     def _sums(self, batch: StepBatch) -> NDArray[np.uint64]:
         """Hash of what each row reads back through its block table, (n,)."""
@@ -515,7 +555,8 @@ class FakeExecutor:
 
         first = half_sum(0, np.where(hidden, np.int8(_TAG_X), np.int8(_TAG_K)))
         second = np.where(hidden[:, 0], first, half_sum(1, _TAG_V))
-        return np.where(first == second, first, _mix(first + _mix(second)))
+        sums = np.where(first == second, first, _mix(first + _mix(second)))
+        return np.where(self._wrong_windows(batch), _mix(sums + np.uint64(0xBAD)), sums)
 
     def _sample(
         self,
@@ -613,7 +654,8 @@ class FakeExecutor:
             if values.shape != (n,) or values.dtype != dtype:
                 raise BatchContractError(f"{name} is {values.dtype}{values.shape}, not {np.dtype(dtype)}({n},)")
         require(
-            batch.block_tables.shape[:2] == (n, 2) and batch.block_tables.dtype == np.int32,
+            batch.block_tables.shape[:2] == (n, 2 if self.windows is None else 2 + self.windows.blocks_per_group)
+            and batch.block_tables.dtype == np.int32,
             "block tables",
         )
         first = np.cumsum(batch.num_tokens) - batch.num_tokens
@@ -669,7 +711,13 @@ class FakeExecutor:
             written_from = written_from.copy()
             written_from[rows] = 0
         writes = (group >= written_from[:, None]) & used
-        both = np.broadcast_to(writes[:, None], tables.shape) & (tables != NULL_BLOCK)
+        both = np.repeat(writes[:, None], tables.shape[1], axis=1)
+        if self.windows is not None:
+            size = self.windows.block_size
+            both[:, 2:] = (group >= (batch.start // size)[:, None])[:, None]
+            beyond = group >= -(-(batch.start + batch.num_tokens) // size)[:, None]
+            require(not (tables[:, 2:] * beyond[:, None]).any(), "a windowed group beyond the row's positions")
+        both &= tables != NULL_BLOCK
         # Two may share a block from both ends.
         ends = (batch.block_tables > 0, batch.block_tables < 0)
         holders = np.max([np.bincount(tables[end], minlength=self.num_blocks + 1) for end in ends], axis=0)

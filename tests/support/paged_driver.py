@@ -93,6 +93,11 @@ class Driver:
             np.stack([blocks[:24], blocks[24:48]]) if kind == KV else np.stack([blocks[:24], np.zeros(24, np.int64)])
         )
         assert per_row >= 48
+        spec = self.executor.plan.windows
+        if spec is not None:  # positions that left the window may stay: they are not read
+            more = blocks[:24][None] + np.zeros((spec.blocks_per_group, 1), np.int64)
+            more = 1 + (more + np.arange(1, len(more) + 1)[:, None] * 401) % self.executor.num_blocks
+            self.table[slot] = np.concatenate([self.table[slot], more])
         self.tokens[slot], self.cached[slot], self.kind[slot] = list(prompt), 0, kind
 
     def step(

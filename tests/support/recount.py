@@ -94,7 +94,9 @@ class Recount:
         compare("waiting_prompt_tokens", stats.waiting_prompt_tokens, sum(s.prompt_len for s in waiting))
         compare("requests_by_kind", sum(stats.requests_by_kind.values()), by_status[RUNNING])
         # A shared block counts once for the pool and once a holder for the table.
-        held = {int(block) for table in engine.cache.tables[engine.cache.owner >= 0] for block in np.ravel(table)} - {0}
+        windows = engine.cache.windows
+        tables = [engine.cache.tables, *([] if windows is None else [windows.tables])]
+        held = {int(block) for table in tables for block in np.unique(table[engine.cache.owner >= 0])} - {0}
         compare("used_blocks", stats.used_blocks, len(held))
         if not states.by_id:
             self._forget()

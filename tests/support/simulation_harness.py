@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
-from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, CacheKindSpec
+from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, CacheKindSpec, WindowSpec
 from apt_jax.core.step import StepBatch
 from apt_jax.core.tiers import Tiers
 from apt_jax.costs.model import StepCosts
@@ -110,6 +110,8 @@ class Scenario:
     """A group is not written, or not read."""
     disk_latency: int
     """Most iterations that a group takes to be read."""
+    windows: WindowSpec | None
+    """Windowed layers; None: there are none."""
 
 
 def scenario_rng(seed: int) -> np.random.Generator:
@@ -126,7 +128,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     second_failure = bool(rng.random() < 0.04)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     # Layer inputs may have another width than keys, but are smaller than keys and values.
-    sizes, conversions, tiers, classes, disks = rng.spawn(5)
+    sizes, conversions, tiers, classes, disks, layers = rng.spawn(6)
     is_odd = sizes.random() < 0.4
     inputs = int(sizes.integers(block_size // 2 + 1, 2 * block_size + 2))
     hidden_block_size = inputs if is_odd else block_size
@@ -138,7 +140,8 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     share_blocks = num_host_blocks > 0 and bool(classes.random() < 0.6)
     if share_blocks and classes.random() < 0.7:
         policy = str(classes.choice(["bros", "bros+chaos"]))
-    return Scenario(
+    scenario = Scenario(
+        windows=None,
         block_size=block_size,
         hidden_block_size=hidden_block_size,
         num_blocks=int(rng.choice([2, 3, 8, 12, 16, 24, 40, 80])),
@@ -178,6 +181,15 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         p_disk_failure=float(disks.uniform(0, 0.3)) if disks.random() < 0.4 else 0.0,
         disk_latency=int(disks.choice([1, 1, 3])),
     )
+    if layers.random() > 0.1:
+        return scenario
+    windows = WindowSpec(  # keys and values alone, on the device alone
+        window=int(layers.choice([2, 3, 7, 20, 100])),
+        block_size=int(layers.choice([block_size, 2, 4])),
+        blocks_per_group=int(layers.choice([2, 4, 10])),
+    )
+    alone: dict[str, Any] = dict(num_host_blocks=0, share_blocks=False, p_best_effort=0.0, has_disk=False)
+    return dataclasses.replace(scenario, windows=windows, offered=(True, False), **alone)
 
 
 def make_policy_named(name: str, seed: int, chaos: RandomPlanPolicy, kinds: tuple[CacheKindSpec, ...]) -> Policy:
@@ -289,6 +301,7 @@ class Simulation:
             fault=self._fault,
             num_host_blocks=scenario.num_host_blocks,
             lost=lambda: self.faults_on and self._fault_rng.random() < self.scenario.p_lost_copy,
+            windows=scenario.windows,
         )
         has_disk = scenario.has_disk and scenario.prefix_caching
         self._disk_rng = np.random.default_rng([2, seed])
@@ -304,7 +317,7 @@ class Simulation:
         if not full_checks:
             self.executor._check = lambda batch: None  # type: ignore[method-assign]
         kinds = (
-            CacheKindSpec(name="kv", blocks_per_group=2, offered=scenario.offered[KV]),
+            CacheKindSpec(name="kv", blocks_per_group=2, offered=scenario.offered[KV], windows=scenario.windows),
             CacheKindSpec(
                 name="hidden",
                 blocks_per_group=1,
@@ -522,6 +535,10 @@ class Simulation:
         params, scenario = request.params, self.scenario
         total = int(request.prompt_token_ids.size) + params.max_tokens
         blocks = (-(-total // scenario.block_size) * 2, -(-total // scenario.hidden_block_size))
+        if scenario.windows is not None:  # a chunk holds the window before it and that at its end
+            w = scenario.windows
+            groups = min(-(-total // w.block_size), 2 * (-(-(w.window - 1) // w.block_size) + 1))
+            blocks = (blocks[KV] + groups * w.blocks_per_group, 0)
         fits = [k for k in (KV, HIDDEN) if scenario.offered[k] and blocks[k] <= scenario.num_blocks]
         used = self.engine.cache.pool.num_used
         try:
