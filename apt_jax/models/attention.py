@@ -79,10 +79,12 @@ def _layer_cache(a: AttentionInputs) -> _LayerCache:
     """Return the place of the layer's keys and values: in two blocks, or in the first of them if they are one
     tensor."""
     batch, size, lane = a.batch, a.options.block_size, a.shape.lane
-    tables, slots = (batch.decode_tables, batch.prefill_tables), (batch.first_slots, batch.second_slots)
+    decode, prefill = batch.decode_tables, batch.prefill_tables
     if a.shape.turned_lanes is None:
-        return _LayerCache(*tables, slots, size, None if lane == a.config.lane else lane)
-    return _LayerCache(*(jnp.repeat(t[:, :1], 2, axis=1) for t in tables), slots[:1], size, lane)
+        slots = (batch.first_slots, batch.second_slots)
+        return _LayerCache(decode, prefill, slots, size, None if lane == a.config.lane else lane)
+    decode, prefill = (jnp.repeat(tables[:, :1], 2, axis=1) for tables in (decode, prefill))
+    return _LayerCache(decode, prefill, (batch.first_slots,), size, lane)
 
 
 def key_norm(params: LayerParams, config: ModelConfig) -> KeyNorm | None:

@@ -29,6 +29,7 @@ QUICK = [
     "partly rotary, hidden",
     "norm of all keys, fewer than devices",
     "caps and windows, hidden",
+    "gemma4",
     "experts, both",
     "latents, absorbed",
     "latents, reprojected",
@@ -71,8 +72,8 @@ def test_tokens_are_those_of_one_device_and_the_pool_is_cut(devices, case, sever
     model, kind, attention = CASES[case]
     # Some steps of absorbed rows alone have little, and sum their scores in less room.
     assert case != "opt, hidden, on kernels" or cut["decode programs"] == 2
-    repeats = max(1, several // MODELS[model].num_kv_heads)
-    assert cut["pool bytes"] == [one["pool bytes"][0] * repeats // several] * several
+    lanes = parallel.with_repeated_heads(MODELS[model], several).lane
+    assert cut["pool bytes"] == [one["pool bytes"][0] * lanes // MODELS[model].lane // several] * several
     assert one["collectives"] == {}
     assert ("embed" in one["deleted"]) == (case == "int8, both")  # the matrix that int8 replaces
     assert ("embed" in cut["deleted"]) == (kind != "kv")  # its rows do not divide; the caller of "kv" keeps all

@@ -29,7 +29,7 @@ from apt_jax.config import CacheConfig, Quantization
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.programs import programs
 from apt_jax.models import sharding as parallel
-from apt_jax.models.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from apt_jax.models.config import AttentionShape, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from apt_jax.models.params import ModelParams, dummy_params, param_names
 from apt_jax.pallas import triton_decode_shards
 from apt_jax.sched import make_policy
@@ -88,6 +88,12 @@ MODELS: dict[str, ModelConfig] = {
         norm_placement="sandwich", norm_offset=1.0, qk_norm="head", layer_windows=(7, None), local_layers=(0,),
         local_rope=RopeConfig(inv_freq=(1.5, 0.7, 0.4, 0.2)),
     ),
+    "gemma4": _llama(
+        norm_placement="sandwich", qk_norm="head", value_norm=True, layer_scale=True, attention_scale=1.0, layer_windows=(7, None),
+        local_layers=(0,), local_rope=RopeConfig(inv_freq=(1.5, 0.7, 0.4, 0.2)),
+        rope=RopeConfig(inv_freq=(1.0, 0.3, *(0.0,) * 6)),
+        global_attention=AttentionShape(num_kv_heads=2, head_dim=16, one_projection=True, turned_lanes=4),
+    ),
     "experts": _llama(
         num_layers=3, experts=ExpertsConfig(num_experts=5, per_token=2, size=16, normalize=True, dense_layers=(0,), shared_size=8),
     ),
@@ -124,6 +130,8 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "norm of all keys, fewer than devices": ("olmo2 grouped", "kv", "auto"),
     "caps and windows, hidden": ("gemma2", "hidden", "absorb"),
     "rotary embeddings by layer, hidden": ("gemma3", "hidden", "absorb"),
+    "gemma4": ("gemma4", "kv", "auto"),
+    "int8, gemma4": ("gemma4", "kv", "auto"),
     "experts, kv": ("experts", "kv", "auto"),
     "experts, both": ("experts", "hybrid", "absorb"),
     "latents, kv": ("latent", "kv", "auto"),
