@@ -10,11 +10,12 @@ constexpr int kTile = 64;  // positions attended to at a time
 constexpr int kStep = 8;   // positions of a tile read at a time
 constexpr int kGroup = kRegisterLanes == kLanes ? 4 : 1;  // heads that share loaded rows, as many as the registers hold
 
-// Modifiers of scores before the softmax, see `LogitModifiers`.
+// Modifiers of scores before the softmax, and its sinks, see `LogitModifiers`.
 struct Rules {
   float softcap;        // 0: none
   int64_t window;       // 0: none
   const float* slopes;  // of ALiBi, one per query head; nullptr: none
+  const float* sinks;   // one per query head; nullptr: none
 };
 
 // The slots of one request that a query may see, in the order of positions.
@@ -79,10 +80,13 @@ void widen(const T* const* rows, int count, int64_t width, int64_t padded, float
   }
 }
 
-// Running maximum, denominator and accumulator of flash attention of one query head.
+// Running maximum and denominator of flash attention of one query head.
 struct Flash {
   float m = -INFINITY, l = 0;
 };
+
+// The state of a query head before its first key.
+inline Flash first_state(const Rules& rules, int64_t head) { return rules.sinks ? Flash{rules.sinks[head], 1} : Flash{}; }
 
 constexpr int kScored = kRegisterLanes == kLanes ? 4 : kRegisterLanes;  // keys scored at a time
 
@@ -356,6 +360,7 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
   float* acc = scratch<float, kWide>(heads * width);
   std::fill_n(acc, heads * width, 0.0f);
   std::vector<Flash> states(heads);
+  for (int64_t h = 0; h < heads; ++h) states[h] = first_state(rules, first_key_head * group + h);
   float* weights = scratch<float, kScores>(heads * kTile * 3 / 2 + heads);
   auto* narrow = reinterpret_cast<uint32_t*>(weights + heads * kTile);
   float* scales = weights + heads * kTile * 3 / 2;
@@ -444,6 +449,7 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
   float *acc = queries + heads * padded, *weights = acc + heads * padded, *scales = weights + heads * kTile;
   std::fill_n(queries, heads * 2 * padded, 0.0f);
   std::vector<Flash> states(heads);
+  for (int64_t h = 0; h < heads; ++h) states[h] = first_state(rules, first_key_head * group + h);
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = 0; i < width; ++i) queries[h * padded + i] = to_float(q[h * width + i]) * scale;
   // Rows of a head as float32: in place if possible, otherwise copies.
@@ -552,9 +558,9 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
 
 ffi::Error decode_kv(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
                      ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
-                     ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
-                     int64_t window, int64_t lanes) {
-  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+                     ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out,
+                     int64_t block_size, float softcap, int64_t window, int64_t lanes) {
+  const Rules rules{softcap, window, floats(slopes), floats(sinks)};
   if (q.element_type() != pool.element_type() || out->element_type() != ffi::F32)
     return ffi::Error::InvalidArgument("decode_kv: queries of the pool's type to float32");
   return of_type(q, [&](auto* queries) {
@@ -575,6 +581,7 @@ auto decode_arguments() {
       .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)
       .Arg<ffi::Buffer<ffi::S32>>()  // slot ranges (B, J, 2), or (0, 0, 2)
       .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
+      .Arg<ffi::Buffer<ffi::F32>>()  // sinks (N,), or (0,)
       .Ret<ffi::AnyBuffer>()
       .Attr<int64_t>("block_size")
       .Attr<float>("softcap")

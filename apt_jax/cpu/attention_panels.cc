@@ -70,6 +70,7 @@ struct Query {
   T* out;
   int64_t position;
   float slope;
+  Flash before;  // state before the first key
 };
 
 // Attention of queries at ascending positions that share a key head, over the positions before `end`.
@@ -90,6 +91,7 @@ void attend_panels(const std::vector<Query<T>>& queries, const Cache<T>& cache, 
     for (int64_t k = 0; k < width; ++k) from_float(to_float(queries[i].q[k]), rows[i * width + k]);
   std::fill_n(acc, count * padded, 0.0f);
   std::vector<Flash> states(count);
+  for (int64_t i = 0; i < count; ++i) states[i] = queries[i].before;
   const T *key_at[kTile], *value_at[kTile];
   int32_t positions[kTile];
   const T* key_blocks[kTile / kLanes];

@@ -16,6 +16,7 @@ struct QueryTile {
   Bf16* out[16];
   alignas(64) int32_t positions[16];
   alignas(64) float slopes[16];
+  Flash before[16];  // states before the first key
   int32_t first, last;  // lowest and highest position of the queries
 };
 
@@ -101,8 +102,10 @@ void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Ca
   auto* out = reinterpret_cast<float*>(take(count * out_floats * 4));
   auto *highest = reinterpret_cast<float*>(take(count * 64)), *total = reinterpret_cast<float*>(take(count * 64));
   std::fill_n(out, count * out_floats, 0.0f);
-  std::fill_n(highest, count * 16, -INFINITY);
-  std::fill_n(total, count * 16, 0.0f);
+  for (int64_t i = 0; i < count * 16; ++i) {
+    const Flash& before = tiles[i / 16].before[i % 16];
+    highest[i] = before.m, total[i] = before.l;
+  }
   // Lanes after the last lane of a row are zeros in every copy.
   std::memset(keys, 0, rows_bytes);
   if (!same) std::memset(value_rows, 0, rows_bytes);
@@ -200,6 +203,7 @@ void prefill_tiles(const Bf16* q, Bf16* out, int64_t count, int64_t first, int64
       for (int64_t i = 0; i < 16; ++i) {
         tile.positions[i] = static_cast<int32_t>(first + t + i);
         tile.slopes[i] = rules.slopes ? rules.slopes[key_head * group + g] : 0;
+        tile.before[i] = first_state(rules, key_head * group + g);
         if (t + i >= count) continue;
         tile.q[i] = q + ((t + i) * heads + g) * width;
         tile.out[i] = out + ((t + i) * heads + g) * width;
@@ -241,6 +245,7 @@ void absorb(const T* q, const Cache<T>& cache, const Seen& seen, const Rules& ru
           tile.positions[i] = static_cast<int32_t>(seen.length - 1);
           if (h + i >= count) continue;
           tile.slopes[i] = rules.slopes ? rules.slopes[first + h + i] : 0;
+          tile.before[i] = first_state(rules, first + h + i);
           tile.q[i] = q + (h + i) * width;
           tile.out[i] = out + (h + i) * width;
         }
@@ -252,7 +257,8 @@ void absorb(const T* q, const Cache<T>& cache, const Seen& seen, const Rules& ru
       return;
     }
 #endif
-  const Rules mine{rules.softcap, rules.window, rules.slopes ? rules.slopes + first : nullptr};
+  const Rules mine{rules.softcap, rules.window, rules.slopes ? rules.slopes + first : nullptr,
+                   rules.sinks ? rules.sinks + first : nullptr};
   attend(q, cache, seen, seen.length, mine, 0, 1, count, width, 1.0f, out);
 }
 
@@ -260,10 +266,10 @@ void absorb(const T* q, const Cache<T>& cache, const Seen& seen, const Rules& ru
 // All of one type, float32 or bfloat16.
 ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
                            ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
-                           ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
-                           int64_t window, int64_t) {
+                           ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out,
+                           int64_t block_size, float softcap, int64_t window, int64_t) {
   const int64_t heads = q.dimensions()[1], width = q.dimensions()[2];
-  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+  const Rules rules{softcap, window, floats(slopes), floats(sinks)};
   if (q.element_type() != pool.element_type() || q.element_type() != out->element_type())
     return ffi::Error::InvalidArgument("decode_absorbed: one type for all");
   std::memset(out->untyped_data(), 0, out->size_bytes());
@@ -349,7 +355,8 @@ void prefill_rows(ffi::ThreadPool& threads, const T* q, const T* k, const T* v, 
     for (int64_t j = 0; j < count; ++j)
       for (int64_t g = 0; g < group; ++g) {
         const int64_t from = at + (j * heads + g) * width;
-        queries.push_back({q + from, out + from, prefix + first + j, rules.slopes ? rules.slopes[head * group + g] : 0});
+        queries.push_back({q + from, out + from, prefix + first + j, rules.slopes ? rules.slopes[head * group + g] : 0,
+                           first_state(rules, head * group + g)});
       }
     attend_panels(queries, cache, seen, prefix + first + count, rules, head * width, width, scale);
   });
@@ -358,9 +365,9 @@ void prefill_rows(ffi::ThreadPool& threads, const T* q, const T* k, const T* v, 
 // All of one type, float32 or bfloat16; the width of a head is even.
 ffi::Error prefill(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pool,
                    ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> num_rows,
-                   ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out,
-                   int64_t block_size, float softcap, int64_t window) {
-  const Rules rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+                   ffi::Buffer<ffi::S32> ranges, ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks,
+                   ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap, int64_t window) {
+  const Rules rules{softcap, window, floats(slopes), floats(sinks)};
   for (auto type : {k.element_type(), v.element_type(), pool.element_type(), out->element_type()})
     if (type != q.element_type()) return ffi::Error::InvalidArgument("prefill: one type for all");
   return of_type(q, [&](auto* queries) {
@@ -390,6 +397,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_prefill, prefill,
                                   .Arg<ffi::Buffer<ffi::S32>>()   // number of rows (1,)
                                   .Arg<ffi::Buffer<ffi::S32>>()   // slot ranges (B, J, 2), or (0, 0, 2)
                                   .Arg<ffi::Buffer<ffi::F32>>()   // slopes (N,), or (0,)
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // sinks (N,), or (0,)
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("block_size")
                                   .Attr<float>("softcap")

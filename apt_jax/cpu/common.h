@@ -358,6 +358,9 @@ enum Slots { kLayer, kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, 
 
 constexpr int64_t kMostLanes = 1024;  // maximum lanes per head
 
+// The values of an optional argument; nullptr if it is empty.
+inline const float* floats(const ffi::Buffer<ffi::F32>& values) { return values.element_count() ? values.typed_data() : nullptr; }
+
 // C * E of a pool (P, C, E).
 inline int64_t elements_of_block(const ffi::AnyBuffer& pool) { return pool.dimensions()[1] * pool.dimensions()[2]; }
 

@@ -186,7 +186,7 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   const AddTo<T, kSums> add_attention{a.h, a.width, a.wo.scales, a.bo}, add_ffn{a.h, a.width, a.w_down.scales, a.b_down};
   const auto mix = layer_product<T, Stored>(threads, attended, a.rows, a.wo, false, add_attention);
   const Store<X, T> to_up{up.values, a.ffn, a.w_up.scales, a.b_up, a.activation};
-  const Gate<X, integers ? kIntegerPanel : kPanel / 2> gate{up.values, a.ffn, a.w_up.scales, a.activation};
+  const Gate<X, integers ? kIntegerPanel : kPanel / 2> gate{up.values, a.ffn, a.w_up.scales, {a.activation}};
   const auto keep_up = [&](int64_t row, int64_t first, const float* v) {
     if (a.gated)
       gate(row, first, v);
@@ -222,8 +222,8 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
 ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> h, ffi::AnyBuffer cache,
                         ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> first_slots,
                         ffi::Buffer<ffi::S32> second_slots, ffi::Buffer<ffi::F32> cosine, ffi::Buffer<ffi::F32> sine,
-                        ffi::Buffer<ffi::F32> slopes, ffi::AnyBuffer attn_scale, ffi::AnyBuffer attn_bias, ffi::AnyBuffer wqkv,
-                        ffi::Buffer<ffi::F32> wqkv_scale, ffi::AnyBuffer more, ffi::AnyBuffer bqkv, ffi::AnyBuffer wo, ffi::Buffer<ffi::F32> wo_scale,
+                        ffi::Buffer<ffi::F32> slopes, ffi::Buffer<ffi::F32> sinks, ffi::AnyBuffer attn_scale,
+                        ffi::AnyBuffer attn_bias, ffi::AnyBuffer wqkv, ffi::Buffer<ffi::F32> wqkv_scale, ffi::AnyBuffer more, ffi::AnyBuffer bqkv, ffi::AnyBuffer wo, ffi::Buffer<ffi::F32> wo_scale,
                         ffi::AnyBuffer bo, ffi::AnyBuffer ffn_scale, ffi::AnyBuffer ffn_bias, ffi::AnyBuffer w_up,
                         ffi::Buffer<ffi::F32> w_up_scale, ffi::AnyBuffer b_up, ffi::AnyBuffer w_down,
                         ffi::Buffer<ffi::F32> w_down_scale, ffi::AnyBuffer b_down, ffi::ResultBuffer<ffi::F32> h_out,
@@ -282,7 +282,7 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
     a.w_down = weights(w_down, floats(w_down_scale), ffn, width, 1), a.b_down = values_of<T>(b_down);
     a.eps = eps, a.offset = offset, a.layer_norm = layer_norm != 0, a.gated = gated != 0;
     a.activation = static_cast<Activation>(activation);
-    a.rules = Rules{softcap, window, slopes.element_count() ? slopes.typed_data() : nullptr};
+    a.rules = Rules{softcap, window, floats(slopes), floats(sinks)};
     if (error.failure()) return error;
     run_layer(pool, a);
     return ffi::Error::Success();
@@ -315,6 +315,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_layer, decode_layer,
                                   .Arg<ffi::Buffer<ffi::F32>>()  // cosine (B, half), or (0, 0)
                                   .Arg<ffi::Buffer<ffi::F32>>()  // sine
                                   .Arg<ffi::Buffer<ffi::F32>>()  // slopes (N,), or (0,)
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sinks (N,), or (0,)
                                   .Arg<ffi::AnyBuffer>()         // attention norm: scale (D,)
                                   .Arg<ffi::AnyBuffer>()         // its bias (D,), or (0,), as are all biases and scales below
                                   .Arg<ffi::AnyBuffer>()         // tiles for q, k and v

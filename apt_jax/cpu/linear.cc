@@ -66,15 +66,13 @@ template <typename Rows>
 constexpr bool kOnTiles = std::is_same_v<Rows, const Bf16*>;
 #endif
 
-const float* floats(const ffi::Buffer<ffi::F32>& values) { return values.element_count() ? values.typed_data() : nullptr; }
-
-// Stores activate(gate) * up for the sums of a panel of two matrices.
+// Stores the values of a gated layer for the sums of a panel of two matrices.
 template <typename Out, int64_t kHalf = kPanel / 2>
 struct Gate {
   Out* out;
   int64_t outputs;
   const float* scales;  // of gate, then of up, or nullptr
-  Activation activation;
+  Gating gating;
 
   void operator()(int64_t row, int64_t first, const float* sums) const {
     const int64_t count = std::min(kHalf, outputs - first);
@@ -85,7 +83,7 @@ struct Gate {
         gate *= load_some(scales + first + i, mine);
         up *= load_some(scales + outputs + first + i, mine);
       }
-      store_some(out + row * outputs + first + i, activate(gate, activation) * up, mine);
+      store_some(out + row * outputs + first + i, gating(gate, up, first + i, mine, outputs), mine);
     }
   }
 };
@@ -112,7 +110,7 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
 #ifdef APT_AMX
       if constexpr (kOnTiles<decltype(in)>) {
         if (has_tiles()) {
-          dense_tiled<float, false>(pool, in, rows, width, weights, kNone, finish_scaled);
+          dense_tiled<float, false>(pool, in, rows, width, weights, {kNone}, finish_scaled);
           return ffi::Error::Success();
         }
       }
@@ -167,7 +165,7 @@ ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::A
 #ifdef APT_AMX
               if constexpr (kOnTiles<decltype(in)>)
                 if (has_tiles()) {
-                  dense_tiled<float, false>(pool, in, rows, width, weights, kNone, keep);
+                  dense_tiled<float, false>(pool, in, rows, width, weights, {kNone}, keep);
                   return ffi::Error::Success();
                 }
 #endif
@@ -200,7 +198,7 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
     return with_integers(w, scales, width, outputs, 2, [&](const IntegerWeights& weights) {
       return of_type(*out, [&](auto* to) {
         using Out = std::remove_pointer_t<decltype(to)>;
-        return multiply_rows(pool, x, rows, weights, true, Gate<Out, kIntegerPanel>{to, outputs, scales, kind});
+        return multiply_rows(pool, x, rows, weights, true, Gate<Out, kIntegerPanel>{to, outputs, scales, {kind}});
       });
     });
   return with_weights(x, w, scales, outputs, 2, [&](const auto* in, const auto& weights, auto word) {
@@ -210,11 +208,11 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
     if constexpr (kOnTiles<decltype(in)>)
       if (has_tiles()) {
         const Rows result(to, rows, outputs * sizeof(Bf16));
-        dense_tiled<Bf16, true>(pool, in, rows, width, weights, kind, [=](auto... part) { result.put(part...); });
+        dense_tiled<Bf16, true>(pool, in, rows, width, weights, {kind}, [=](auto... part) { result.put(part...); });
         return ffi::Error::Success();
       }
 #endif
-    dense_panels<decltype(word)>(pool, in, rows, width, weights, true, Gate<Given>{to, outputs, scales, kind});
+    dense_panels<decltype(word)>(pool, in, rows, width, weights, true, Gate<Given>{to, outputs, scales, {kind}});
     return ffi::Error::Success();
   });
 }

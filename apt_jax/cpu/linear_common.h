@@ -29,6 +29,27 @@ inline Vec activate(Vec v, Activation activation) {
   return v / (1.0f + exp(-z));
 }
 
+// What a gated layer makes of its two products: activate(gate) * up, or, with a limit, (up + 1) * gate * sigmoid(alpha * gate), where
+// gate is at most the limit and up lies between -limit and limit (gpt-oss).
+struct Gating {
+  Activation activation;
+  const float* biases = nullptr;  // of gate, then of up, or nullptr
+  float alpha = 0, limit = 0;     // 0: no limit
+
+  // The values of `count` of a layer's `outputs`, from output `first` on.
+  Vec operator()(Vec gate, Vec up, int64_t first, int64_t count, int64_t outputs) const {
+    if (biases) {
+      gate += load_some(biases + first, count);
+      up += load_some(biases + outputs + first, count);
+    }
+    if (limit == 0) return activate(gate, activation) * up;
+    gate = select(gate > limit, splat(limit), gate);  // NaN stays
+    up = select(up > limit, splat(limit), up);
+    up = select(up < -limit, splat(-limit), up);
+    return (up + 1.0f) * (gate / (1.0f + exp(-alpha * gate)));
+  }
+};
+
 // Converts int8 tiles to the type used in products. Integers are exact in bfloat16.
 inline void widen(const int8_t* w, int64_t count, Bf16* out) {
 #ifdef APT_PAIRS

@@ -38,11 +38,12 @@ struct SortedRows {
   }
 };
 
-// Computes the weighted sum (T, D), float32, of the experts `ids` (T, E) for rows x (T, D): w_down(activate(gate) * up). `up` holds
-// the tiles of every expert's gate and up (2F, D), one expert after another, `down` those of w_down (D, F).
+// Computes the weighted sum (T, D), float32, of the experts `ids` (T, E) for rows x (T, D): w_down(gating(gate, up)). `up` holds the
+// tiles of every expert's gate and up (2F, D), one expert after another, `biases` (X, 2F) their biases, `down` the tiles of w_down
+// (D, F).
 ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ids,
-                   ffi::Buffer<ffi::F32> weights, ffi::AnyBuffer up, ffi::AnyBuffer down, ffi::ResultBuffer<ffi::F32> out,
-                   int64_t experts, int64_t activation) {
+                   ffi::Buffer<ffi::F32> weights, ffi::AnyBuffer up, ffi::Buffer<ffi::F32> biases, ffi::AnyBuffer down,
+                   ffi::ResultBuffer<ffi::F32> out, int64_t experts, int64_t activation, float alpha, float limit) {
   const int64_t rows = live_rows(live, x.dimensions()[0], out), width = x.dimensions()[1], each = ids.dimensions()[1];
   if (rows == 0) return ffi::Error::Success();
   const int64_t inner = up.dimensions()[0] / experts / 2 * 16;
@@ -54,7 +55,8 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuf
   for (int64_t e = 0; e < experts; ++e) active += sorted.starts[e + 1] > sorted.starts[e];
   const Timed timed("experts", static_cast<double>((up.size_bytes() + down.size_bytes()) / experts * active),
                     6.0 * rows * each * width * inner, width, inner);
-  const auto kind = static_cast<Activation>(activation);
+  if (biases.element_count() && static_cast<int64_t>(biases.element_count()) != experts * 2 * inner)
+    return ffi::Error::InvalidArgument("experts: a bias for every output of gate and up");
   std::memset(out->untyped_data(), 0, rows * width * sizeof(float));
   return with_weights(x, up, nullptr, inner, 2 * experts, [&](const auto* in, const auto& all_up, auto word) {
     using W = std::remove_const_t<std::remove_pointer_t<decltype(all_up.values)>>;
@@ -74,17 +76,19 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuf
         std::memcpy(own + r * width, in + sorted.rows[first + r] * width, width * sizeof(Given));
       const auto of_up = part(all_up, e, 2);
       const auto of_down = part(all_down, e, 1);
+      const Gating gating{static_cast<Activation>(activation), biases.element_count() ? biases.typed_data() + e * 2 * inner : nullptr,
+                          alpha, limit};
       const AddWeighted add{out->typed_data(), width, sorted.rows.data() + first, sorted.weights.data() + first};
 #ifdef APT_AMX
       if constexpr (std::is_same_v<Given, Bf16>)
         if (has_tiles()) {
           const Rows result(mixed, count, inner * sizeof(Bf16));
-          dense_tiled<Bf16, true>(pool, own, count, width, of_up, kind, [=](auto... values) { result.put(values...); });
-          dense_tiled<float, false>(pool, mixed, count, inner, of_down, kNone, add);
+          dense_tiled<Bf16, true>(pool, own, count, width, of_up, gating, [=](auto... values) { result.put(values...); });
+          dense_tiled<float, false>(pool, mixed, count, inner, of_down, {kNone}, add);
           continue;
         }
 #endif
-      dense_panels<decltype(word)>(pool, own, count, width, of_up, true, Gate<Given>{mixed, inner, nullptr, kind});
+      dense_panels<decltype(word)>(pool, own, count, width, of_up, true, Gate<Given>{mixed, inner, nullptr, gating});
       dense_panels<decltype(word)>(pool, mixed, count, inner, of_down, false,
                                    [&](int64_t row, int64_t at, const float* sums) { add(row, at, sums, kPanel); });
     }
@@ -102,7 +106,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_experts, experts,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // experts of each row (T, E)
                                   .Arg<ffi::Buffer<ffi::F32>>()  // their weights (T, E)
                                   .Arg<ffi::AnyBuffer>()         // tiles of gate and up of every expert
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // biases of gate and up of every expert (X, 2F), or (0,)
                                   .Arg<ffi::AnyBuffer>()         // tiles of w_down of every expert
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("experts")
-                                  .Attr<int64_t>("activation"));
+                                  .Attr<int64_t>("activation")
+                                  .Attr<float>("alpha")
+                                  .Attr<float>("limit"));

@@ -113,11 +113,11 @@ constexpr int64_t kTaskBytes = 1 << 20;  // bytes of tiled rows of a task, which
 constexpr int64_t kTaskOutputs = 64, kFewestOutputs = 32;
 
 // Products of `rows` tiled rows, OB blocks of 16 outputs and TB tiles of rows at a time. With `kGated` there are two matrices, and
-// the result is activate(x w_gate) * (x w_up). A task's outputs are computed in a buffer: if they were written to their destination
+// the result is `gating(x w_gate, x w_up)`. A task's outputs are computed in a buffer: if they were written to their destination
 // directly, the 16 outputs of every row would fall into the same few sets of the cache. Then `take(row, first, values, count)` gets
 // outputs [first, first + count) of each row, where first is a multiple of kFewestOutputs.
 template <typename Out, int OB, int TB, bool kGated, typename W, typename Take>
-void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const TiledWeights<W>& w, Activation activation,
+void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const TiledWeights<W>& w, const Gating& gating,
                  const Take& take) {
   constexpr int kBlocks = kGated ? OB / 2 : OB;
   const int64_t steps = w.steps, tile_bytes = steps * kTileElements * sizeof(Bf16);
@@ -176,8 +176,10 @@ void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const Tiled
                   scales[half] = _mm512_maskz_loadu_ps(lanes_of(w.outputs - first - i * 16), w.scales + half * w.outputs + first + i * 16);
               Out* to = made + (row - first_row + t * 16) * kTaskOutputs + first - begin + i * 16;
               for (int r = 0; r < 16; ++r) {
-                const __m512 g = activate(_mm512_mul_ps(_mm512_load_ps(gate + r * 16), scales[0]), activation);
-                store_lanes(to + r * kTaskOutputs, 0xffff, _mm512_mul_ps(g, _mm512_mul_ps(_mm512_load_ps(up + r * 16), scales[1])));
+                const Vec both[2] = {vec(_mm512_mul_ps(_mm512_load_ps(gate + r * 16), scales[0])),
+                                     vec(_mm512_mul_ps(_mm512_load_ps(up + r * 16), scales[1]))};
+                const int64_t at = first + i * 16;
+                store_lanes(to + r * kTaskOutputs, 0xffff, native(gating(both[0], both[1], at, w.outputs - at, w.outputs)));
               }
             }
         }
@@ -199,7 +201,7 @@ void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const Tiled
 
 template <typename Out, bool kGated, typename W, typename Take>
 void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, int64_t width, const TiledWeights<W>& w,
-                 Activation activation, const Take& take) {
+                 const Gating& gating, const Take& take) {
   const int64_t tiles = (rows + 15) / 16, padded = tiles > 1 ? (tiles + 1) / 2 * 2 : tiles, elements = w.steps * kTileElements;
   auto* tiled = scratch<Bf16, kPacked>(padded * elements);
   constexpr int64_t kTogether = 4;
@@ -208,9 +210,9 @@ void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, int64_t wid
       tile_rows(x + t * 16 * width, std::clamp<int64_t>(rows - t * 16, 0, 16), width, w.steps, tiled + t * elements);
   });
   if (tiles == 1)
-    dense_tiled<Out, 4, 1, kGated>(pool, tiled, rows, w, activation, take);
+    dense_tiled<Out, 4, 1, kGated>(pool, tiled, rows, w, gating, take);
   else
-    dense_tiled<Out, 2, 2, kGated>(pool, tiled, rows, w, activation, take);
+    dense_tiled<Out, 2, 2, kGated>(pool, tiled, rows, w, gating, take);
 }
 
 #endif  // APT_AMX

@@ -116,7 +116,10 @@ def untile_experts(w: Experts) -> Experts:
         rows_of(m, jnp.arange(m.shape[0])).reshape(num_experts, -1, m.shape[1]) for m in (w.w_gate_up, w.w_down)
     )
     gate, up = jnp.split(both, 2, axis=1)
-    return dataclasses.replace(w, w_gate_up=None, w_gate=gate, w_up=up, w_down=down)
+    biases = (None, None) if w.b_gate_up is None else jnp.split(w.b_gate_up, 2, axis=1)
+    return dataclasses.replace(
+        w, w_gate_up=None, w_gate=gate, w_up=up, w_down=down, b_gate_up=None, b_gate=biases[0], b_up=biases[1]
+    )
 
 
 def experts(
@@ -126,26 +129,30 @@ def experts(
     w: Experts,
     activation: str,
     *,
+    clamp: tuple[float, float] | None = None,
     live: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T D"]:
     """See `linear.experts`. The kernel is used for matrices in tiles; it reads only the experts of the first `live`
     rows, and the other rows are zeros."""
     if w.w_gate_up is None:
-        return linear.experts(x, ids, weights, w, activation)
+        return linear.experts(x, ids, weights, w, activation, clamp=clamp)
     if activation not in _ACTIVATIONS:
-        return linear.experts(x, ids, weights, untile_experts(w), activation)
+        return linear.experts(x, ids, weights, untile_experts(w), activation, clamp=clamp)
     call = jax.ffi.ffi_call("apt_experts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     x, up, _ = _product(x, w.w_gate_up)
-    experts = np.int64(w.router.shape[0])
+    experts, (alpha, limit) = np.int64(w.router.shape[0]), clamp or (0.0, 0.0)
     return call(
         _live(live),
         x,
         ids,
         weights,
         up,
+        _or_empty(w.b_gate_up),
         w.w_down.values,
         experts=experts,
         activation=np.int64(_ACTIVATIONS[activation]),
+        alpha=np.float32(alpha),
+        limit=np.float32(limit),
     )
 
 
@@ -264,12 +271,15 @@ def _decode(target: str, dtype: Any, q: Array, call: DecodeCall) -> Array:
     )
 
 
-def _optional(slot_ranges: Array | None, rules: LogitModifiers | None) -> tuple[Array, Array]:
-    """Return slot ranges and ALiBi slopes, with empty arrays for None."""
-    return (
-        jnp.zeros((0, 0, 2), jnp.int32) if slot_ranges is None else slot_ranges,
-        _or_empty(None if rules is None else rules.slopes),
-    )
+def _optional(slot_ranges: Array | None, rules: LogitModifiers | None) -> tuple[Array, Array, Array]:
+    """Return slot ranges, ALiBi slopes and sinks, with empty arrays for None."""
+    return jnp.zeros((0, 0, 2), jnp.int32) if slot_ranges is None else slot_ranges, *_of_heads(rules)
+
+
+def _of_heads(rules: LogitModifiers | None) -> tuple[Array, Array]:
+    """Return ALiBi slopes and sinks in float32, with empty arrays for None."""
+    slopes, sinks = (None, None) if rules is None else (rules.slopes, rules.sinks)
+    return _or_empty(slopes).astype(jnp.float32), _or_empty(sinks).astype(jnp.float32)
 
 
 def _attributes(block_size: int, rules: LogitModifiers | None) -> dict[str, Any]:
@@ -371,7 +381,7 @@ def decode_layer(
     first, *more = layer.wqkv.parts if isinstance(layer.wqkv, JoinedMatrix) else (layer.wqkv,)
     out = (jax.ShapeDtypeStruct(h.shape, h.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype))
     h, pool = jax.ffi.ffi_call("apt_decode_layer", out, input_output_aliases={1: 0, 2: 1})(
-        _live(live), h, pool, tables, lens, *slots, *(cos_sin or (no_turns, no_turns)), _or_empty(rules.slopes),
+        _live(live), h, pool, tables, lens, *slots, *(cos_sin or (no_turns, no_turns)), *_of_heads(rules),
         *norm(layer.attn_norm), *matrix(first), more[0].values if more else given(None), given(layer.bqkv),
         *matrix(layer.wo), given(layer.bo),
         *norm(layer.ffn_norm), *matrix(layer.w_up), given(layer.b_up), *matrix(layer.w_down), given(layer.b_down),

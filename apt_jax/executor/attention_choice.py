@@ -43,6 +43,7 @@ def needed_extras(
         "softcap": config.attention_softcap is not None,
         "alibi": bool(config.alibi_slopes),
         "window": any(window is not None for window in config.layer_windows),
+        "sinks": config.attention_sinks,
     }
     projected = {
         "key norm": config.qk_norm == "head",
@@ -127,7 +128,8 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
 def _needs_of(call: DecodeCall | PrefillCall) -> frozenset[str]:
     """Return the names in `BY_LAYER` of the features that one layer's call needs."""
     rules = call.rules or LogitModifiers()
-    given = {"softcap": rules.softcap, "alibi": rules.slopes, "window": rules.window, "slot width": call.lane}
+    given = {"softcap": rules.softcap, "alibi": rules.slopes, "window": rules.window, "sinks": rules.sinks}
+    given |= {"slot width": call.lane}
     return frozenset(name for name, value in given.items() if value is not None)
 
 

@@ -45,11 +45,16 @@ def gather_slots(
     return used.reshape(table.shape[0] * block_size, width).astype(jnp.float32)
 
 
-def _softmax(scores: Float[Array, "N S"], mask: Array) -> Float[Array, "N S"]:
+def _softmax(scores: Float[Array, "N S"], mask: Array, rules: LogitModifiers | None) -> Float[Array, "N S"]:
+    """Return weights; with `rules.sinks` they add up to less than 1."""
     scores = jnp.where(mask, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.where(mask, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
-    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+    sinks = None if rules is None or rules.sinks is None else rules.sinks.astype(jnp.float32)[:, None]
+    top = top if sinks is None else jnp.maximum(top, sinks)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + (0.0 if sinks is None else jnp.exp(sinks - top))
+    return weights / jnp.maximum(total, 1e-30)
 
 
 def _over_rows(row: Callable[..., Array], q: Array, call: DecodeCall, *more: Array) -> Array:
@@ -77,7 +82,7 @@ def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
         scores = jnp.einsum("nh,snh->ns", q_row.astype(jnp.float32), k) * head_dim**-0.5
         scores, sees = modified_scores(scores, position, length - 1, call.rules)
-        return jnp.einsum("ns,snh->nh", _softmax(scores, (own & sees)[None, :]), v)
+        return jnp.einsum("ns,snh->nh", _softmax(scores, (own & sees)[None, :], call.rules), v)
 
     return _over_rows(row, q, call)
 
@@ -100,7 +105,7 @@ def decode_absorbed(q_absorbed: Float[Array, "B N D"], call: DecodeCall) -> Floa
         x, own, position = _inputs_of(call, table, length, ranges, width)
         scores = jnp.einsum("nd,sd->ns", q_row.astype(jnp.float32), x)
         scores, sees = modified_scores(scores, position, length - 1, call.rules)
-        return jnp.einsum("ns,sd->nd", _softmax(scores, (own & sees)[None, :]), x)
+        return jnp.einsum("ns,sd->nd", _softmax(scores, (own & sees)[None, :], call.rules), x)
 
     return _over_rows(row, q_absorbed, call)
 
@@ -131,7 +136,7 @@ def decode_reprojected(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Arra
         k, v = (jnp.repeat(a, group, axis=1) for a in (_project_keys(x, p, position), _project(x, wv, p.bv)))
         scores = jnp.einsum("nh,snh->ns", q_row.astype(jnp.float32), k) * head_dim**-0.5
         scores, sees = modified_scores(scores, position, length - 1, call.rules)
-        return jnp.einsum("ns,snh->nh", _softmax(scores, (own & sees)[None, :]), v)
+        return jnp.einsum("ns,snh->nh", _softmax(scores, (own & sees)[None, :], call.rules), v)
 
     return _over_rows(row, q, call)
 
@@ -156,7 +161,7 @@ def decode_v_absorbed(
         for q_rest in absorbed:
             scores = scores + jnp.einsum("nd,sd->ns", q_rest.astype(jnp.float32), x)
         scores, sees = modified_scores(scores, position, length - 1, call.rules)
-        return jnp.einsum("ns,sd->nd", _softmax(scores, (own & sees)[None, :]), x)
+        return jnp.einsum("ns,sd->nd", _softmax(scores, (own & sees)[None, :], call.rules), x)
 
     more = () if q_absorbed is None else (q_absorbed,)
     return _over_rows(row, q_rotary, call, *more)
@@ -220,5 +225,5 @@ def causal_attention(
 
     over_queries = jax.vmap(ruled, in_axes=(0, 1), out_axes=(1, 0))
     scores, mask = over_queries(jnp.arange(t, dtype=jnp.int32) + (s - t), scores)
-    weights = jax.vmap(_softmax, in_axes=(0, None))(scores, mask)
+    weights = jax.vmap(lambda row, sees: _softmax(row, sees, rules), in_axes=(1, 0), out_axes=1)(scores, mask)
     return jnp.einsum("nts,snh->tnh", weights, v)

@@ -102,7 +102,12 @@ def _attention(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, laye
         scores = scores + slopes[:, None, None] * distance[None].astype(jnp.float32)
     window = config.window(layer) or x.shape[0]
     visible = (distance <= 0) & (distance > -window)
-    weights = jax.nn.softmax(jnp.where(visible[None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(visible[None], scores, -jnp.inf)
+    if p.sinks is not None:  # a column of the softmax that is left out of the sum
+        sinks = jnp.broadcast_to(p.sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:2], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
+    else:
+        weights = jax.nn.softmax(scores, axis=-1)
     return _plus(_einsum("TNH,DNH->TD", _einsum("NTS,SNH->TNH", weights, v), p.wo), p.bo)
 
 
@@ -129,8 +134,11 @@ def _experts(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Flo
     assert mixture is not None
     assert experts is not None
     products = _einsum("TD,XD->TX", x, experts.router)
-    scores = jax.nn.softmax(products) if mixture.scoring == "softmax" else jax.nn.sigmoid(products)
-    choice = _plus(scores, experts.router_bias)
+    if mixture.scoring == "softmax":
+        scores = choice = jax.nn.softmax(_plus(products, experts.router_bias))
+    else:
+        scores = jax.nn.sigmoid(products)
+        choice = _plus(scores, experts.router_bias)
     if mixture.num_groups > 1:
         ordered = jnp.sort(choice.reshape(x.shape[0], mixture.num_groups, -1))
         best = ordered[..., -1] + (0.0 if mixture.scoring == "softmax" else ordered[..., -2])
@@ -141,8 +149,15 @@ def _experts(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Flo
     if mixture.normalize:
         scores = scores / scores.sum(axis=1, keepdims=True)
     scores = scores * mixture.factor
-    up = activate(_einsum("TD,XFD->TXF", x, experts.w_gate)) * _einsum("TD,XFD->TXF", x, experts.w_up)
-    out = _einsum("TX,TXD->TD", scores, _einsum("TXF,XDF->TXD", up, experts.w_down))
+    gate = _plus(_einsum("TD,XFD->TXF", x, experts.w_gate), experts.b_gate)
+    up = _plus(_einsum("TD,XFD->TXF", x, experts.w_up), experts.b_up)
+    if mixture.clamp is None:
+        up = up * activate(gate)
+    else:
+        alpha, limit = mixture.clamp
+        gate = jnp.minimum(gate, limit)
+        up = (jnp.clip(up, -limit, limit) + 1) * gate / (1 + jnp.exp(-alpha * gate))
+    out = _einsum("TX,TXD->TD", scores, _plus(_einsum("TXF,XDF->TXD", up, experts.w_down), experts.b_down))
     if p.w_down is not None:
         shared = _feed_forward(x, dataclasses.replace(p, experts=None), config)
         gate = experts.shared_gate

@@ -120,15 +120,18 @@ def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Flo
     return jnp.concatenate([out[:, :, :width] for out in outs]).reshape(t, -1), pool
 
 
-def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | None = None) -> LogitModifiers | None:
-    """Return the logit modifiers of a layer, for this device's heads if `tensor` is given; None: the layer has none."""
+def logit_modifiers(
+    config: ModelConfig, layer: int, tensor: TensorParallel | None = None, sinks: Float[Array, " N"] | None = None
+) -> LogitModifiers | None:
+    """Return the logit modifiers of a layer, for this device's heads if `tensor` is given; None: the layer has none.
+    `sinks`: those of the layer's heads, or of this device's heads."""
     window = config.window(layer)
-    if config.attention_softcap is None and not config.alibi_slopes and window is None:
+    if config.attention_softcap is None and not config.alibi_slopes and window is None and sinks is None:
         return None
     slopes = jnp.asarray(config.alibi_slopes, jnp.float32) if config.alibi_slopes else None
     if slopes is not None and tensor is not None:
         slopes = tensor.own(slopes, 0)
-    return LogitModifiers(softcap=config.attention_softcap, slopes=slopes, window=window)
+    return LogitModifiers(softcap=config.attention_softcap, slopes=slopes, window=window, sinks=sinks)
 
 
 # ---- projection to q, k and v

@@ -77,6 +77,8 @@ class ModelFamily:
     """True if the layers' matrices are stored as (inputs, outputs)."""
     fields: FamilyFields
     """Fields of a ``config.json`` that the family knows."""
+    quantizations: frozenset[str] = frozenset()
+    """Values of ``quantization_config.quant_method`` that can be loaded."""
     constant_leaf: Callable[[str, Mapping[str, Any]], float | None] | None = None
     """Function from a leaf's name and the configuration's fields to the value of all elements of the leaf, or to None
     if the checkpoint stores the leaf."""

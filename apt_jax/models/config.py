@@ -117,6 +117,11 @@ class ExpertsConfig:
     """F of an expert that all tokens go to; 0: none. Several such experts are one of their total width."""
     shared_gate: bool = True
     """True if the output of that expert is multiplied by the sigmoid of a product with the token (Qwen2-MoE)."""
+    bias: bool = False
+    """True if the router and the experts have biases (gpt-oss)."""
+    clamp: tuple[float, float] | None = None
+    """alpha and limit of experts that compute `down((up + 1) * gate * sigmoid(alpha * gate))`, where gate is at most the
+    limit and up lies in [-limit, limit] (gpt-oss); None: `down(activation(gate) * up)`."""
 
     def __post_init__(self) -> None:
         _require(
@@ -139,6 +144,10 @@ class ExpertsConfig:
         )
         _require(
             math.isfinite(self.factor) and self.factor > 0, f"model experts: factor={self.factor} must be positive"
+        )
+        _require(
+            self.clamp is None or self.clamp[1] > 0,
+            f"model experts: the limit of clamp={self.clamp} must be positive",
         )
 
 
@@ -246,6 +255,8 @@ class ModelConfig:
     """Soft cap of the attention scores: s becomes `cap * tanh(s / cap)` (Gemma-2); None: no cap."""
     logits_softcap: float | None = None
     """Soft cap of the logits, like `attention_softcap`."""
+    attention_sinks: bool = False
+    """True if every query head has a learned score that joins the softmax's denominator and has no value (gpt-oss)."""
     layer_windows: tuple[int | None, ...] = ()
     """Number of positions that each layer attends to, including the query's own; None: all. An empty tuple: no layer
     has a window."""
@@ -389,6 +400,8 @@ class ModelConfig:
             return "its keys and values are cached as one tensor, or normed after projection"
         if self.clip_qkv is not None:
             return "it clips keys and values after projection (clip_qkv)"
+        if self.attention_sinks:  # absorption drops b_k and adds b_v, which is right if the weights add up to 1
+            return "its weights of attention do not add up to 1 (attention_sinks)"
         return None
 
     @property
@@ -458,9 +471,10 @@ class ModelConfig:
         to."""
         if self.experts is None:
             return self.num_params
-        idle = (self.experts.num_experts - self.experts.per_token) * self.hidden_size * self.experts.size
+        e, products = self.experts, 3 if self.gated else 2
+        of_expert = products * self.hidden_size * e.size + ((products - 1) * e.size + self.hidden_size) * e.bias
         sparse = sum(self.experts_of(i) is not None for i in range(self.num_layers))
-        return self.num_params - sparse * idle * (3 if self.gated else 2)
+        return self.num_params - sparse * (e.num_experts - e.per_token) * of_expert
 
     @property
     def num_params(self) -> int:
@@ -483,15 +497,17 @@ class ModelConfig:
             total += norms * norm + self.layer_scale
             total += qkv if self.qkv_bias else 0
             total += d if self.out_bias else 0
+            total += self.num_heads if self.attention_sinks else 0
             if self.qk_norm is not None:
                 total += 2 * shape.head_dim if self.qk_norm == "head" else q + kv
             experts, f = self.experts_of(i), self.dense_size(i)
             total += products * d * f + ((f * (products - 1) + d) if self.ffn_bias else 0)
             if experts is not None:
-                total += experts.num_experts * (d + products * d * experts.size) + (
-                    d if f and experts.shared_gate else 0
-                )
+                total += experts.num_experts * (d + products * d * experts.size)
+                total += d if f and experts.shared_gate else 0
                 total += experts.num_experts if experts.scoring == "sigmoid" else 0
+                biases = 1 + (products - 1) * experts.size + d
+                total += experts.num_experts * biases if experts.bias else 0
         if self.position == "learned":
             total += (self.max_position + self.position_offset) * d
         total += norm if self.final_norm else 0

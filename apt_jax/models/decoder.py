@@ -45,7 +45,7 @@ from apt_jax.models.weight_layout import pre_norm_layer
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.calls import LogitModifiers
-from apt_jax.ops.linear import activate, dense, project_kv
+from apt_jax.ops.linear import activate, dense, dot, project_kv
 from apt_jax.ops.weights import (
     Experts,
     GroupedMatrix,
@@ -101,9 +101,11 @@ def route(
     """Return the experts that each row goes to, and their weights."""
     mixture = config.experts
     assert mixture is not None
-    products = dense(x, experts.router)
-    scores = jax.nn.softmax(products, axis=-1) if mixture.scoring == "softmax" else jax.nn.sigmoid(products)
-    choice = scores if experts.router_bias is None else scores + experts.router_bias[None]
+    if mixture.scoring == "softmax":
+        scores = choice = jax.nn.softmax(dense(x, experts.router, bias=experts.router_bias), axis=-1)
+    else:
+        scores = jax.nn.sigmoid(dense(x, experts.router))
+        choice = scores if experts.router_bias is None else scores + experts.router_bias[None]
     if mixture.num_groups > 1:
         by_group = choice.reshape(choice.shape[0], mixture.num_groups, -1)
         best = jnp.sum(lax.top_k(by_group, 1 if mixture.scoring == "softmax" else 2)[0], axis=-1)
@@ -116,18 +118,28 @@ def route(
     return ids, weights * mixture.factor
 
 
+def mixed_biases(
+    ids: Int32[Array, "T E"], weights: Float[Array, "T E"], b_down: Float[Array, "X D"]
+) -> Float[Array, "T D"]:
+    """Return the weighted sum of the biases of each row's experts, in float32."""
+    shares = jnp.sum(jax.nn.one_hot(ids, b_down.shape[0], dtype=jnp.float32) * weights[..., None], axis=1)
+    return dot(shares, b_down.astype(jnp.float32), (1, 0))
+
+
 def _add_experts(
     x: Float[Array, "T D"], p: LayerParams, experts: Experts, config: ModelConfig, options: StepOptions
 ) -> Float[Array, "T D"]:
     """Compute a mixture of experts in float32, with the expert that all tokens go to if the layer has one."""
-    out = options.ops.experts(x, *route(x, experts, config), experts, config.activation)
+    assert config.experts is not None
+    ids, weights = route(x, experts, config)
+    out = options.ops.experts(x, ids, weights, experts, config.activation, clamp=config.experts.clamp)
     if p.w_down is not None:
         shared = apply_dense(_first_half(x, p, config, options), p.w_down, None, options.ops.dense)
         gate = experts.shared_gate
         out = out + (shared if gate is None else jax.nn.sigmoid(dense(x, gate)) * shared)
     if options.tensor is not None:
         out = options.tensor.sum(out.astype(x.dtype)).astype(jnp.float32)
-    return out
+    return out if experts.b_down is None else out + mixed_biases(ids, weights, experts.b_down)
 
 
 def _adapted_feed_forward(
@@ -382,7 +394,7 @@ def decoder_step(
     turns = {rope: _rotation(rope, batch, options) for rope in dict.fromkeys(ropes)}
 
     whole = config if options.tensor is None else options.tensor.config
-    rules = [logit_modifiers(whole, i, options.tensor) for i in range(len(params.layers))]
+    rules = [logit_modifiers(whole, i, options.tensor, p.sinks) for i, p in enumerate(params.layers)]
     post = config.norm_placement == "post"
     norms = [*(None if post else p.attn_norm for p in params.layers), params.final_norm]
     compute = _layer if every.branches else _shared_layer
@@ -541,6 +553,7 @@ __all__ = [
     "greedy_tokens",
     "logit_modifiers",
     "logits",
+    "mixed_biases",
     "rotary_angles",
     "route",
 ]

@@ -64,6 +64,8 @@ class LayerParams:
     """(D, N, H), or (D, N, V) with latents"""
     bo: Any
     """(D,)"""
+    sinks: Any
+    """(N,): score of each head in the softmax's denominator"""
     ffn_norm: NormParams | None
     ffn_out_norm: NormParams | None
     w_gate: Any
@@ -178,8 +180,11 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             w_gate=leaf(p + "w_gate", inner, ("experts", "ffn", "embed")),
             w_up=leaf(p + "w_up", inner, ("experts", "ffn", "embed")),
             w_down=leaf(p + "w_down", (e.num_experts, d, e.size), ("experts", "embed", "ffn")),
-            router_bias=only_if(e.scoring == "sigmoid", p + "router_bias", (e.num_experts,), ("experts",)),
+            router_bias=only_if(e.bias or e.scoring == "sigmoid", p + "router_bias", (e.num_experts,), ("experts",)),
             shared_gate=only_if(e.shared_size > 0 and e.shared_gate, p + "shared_gate", (1, d), ("one", "embed")),
+            b_gate=only_if(e.bias, p + "b_gate", inner[:2], ("experts", "ffn")),
+            b_up=only_if(e.bias, p + "b_up", inner[:2], ("experts", "ffn")),
+            b_down=only_if(e.bias, p + "b_down", (e.num_experts, d), ("experts", "embed")),
         )
 
     def layer(i: int) -> LayerParams:
@@ -201,6 +206,7 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             k_norm=head_norm(p + "k_norm", k, h, "kv_heads"),
             wo=leaf(p + "wo", (d, n, of_value), ("embed", "heads", "head_dim")),
             bo=only_if(config.out_bias, p + "bo", (d,), ("embed",)),
+            sinks=only_if(config.attention_sinks, p + "sinks", (n,), ("heads",)),
             ffn_norm=norm(p + "ffn_norm", before),
             ffn_out_norm=norm(p + "ffn_out_norm", after),
             w_gate=only_if(is_dense and config.gated, p + "w_gate", (f, d), ("ffn", "embed")),

@@ -163,8 +163,14 @@ def tile_experts(experts: Experts) -> Experts:
     if width % 16 or inner % 16:
         return experts
     both = jnp.concatenate([experts.w_gate, experts.w_up], axis=1)
+    biases = None
+    if experts.b_gate is not None:
+        biases = jnp.concatenate([experts.b_gate, experts.b_up], axis=1).astype(jnp.float32)
     return dataclasses.replace(
         experts,
+        b_gate_up=biases,
+        b_gate=None,
+        b_up=None,
         w_gate_up=tile_matrix(both.reshape(-1, width)),
         w_down=tile_matrix(experts.w_down.reshape(-1, inner)),
         w_gate=None,

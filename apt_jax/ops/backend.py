@@ -9,7 +9,7 @@ from jax import Array
 
 from apt_jax.ops import linear, low_rank
 
-RULES: frozenset[str] = frozenset({"softcap", "alibi", "window"})
+RULES: frozenset[str] = frozenset({"softcap", "alibi", "window", "sinks"})
 """Features for the fields of `LogitModifiers`."""
 
 BY_LAYER: frozenset[str] = RULES | {"slot width"}

@@ -76,7 +76,7 @@ class Shards(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitModifiers:
-    """Modifiers of attention scores before the softmax, applied in this order."""
+    """Modifiers of attention scores before the softmax, applied in this order, and the sinks of the softmax."""
 
     softcap: float | None = dataclasses.field(default=None, metadata=_STATIC)
     """Soft cap of the scores: s becomes `cap * tanh(s / cap)` (Gemma-2); None: no cap."""
@@ -84,6 +84,9 @@ class LogitModifiers:
     """ALiBi: `slope * (j - i)` is added to the score of query i and key j (Press et al., 2022); None: no ALiBi."""
     window: int | None = dataclasses.field(default=None, metadata=_STATIC)
     """Number of positions that a query attends to, its own included; None: all positions."""
+    sinks: Float[AnyArray, " N"] | None = None
+    """Score of each head that is part of the softmax's denominator and has no value (gpt-oss): weights are `exp(s) /
+    (exp(sink) + sum exp(s))`; None: none."""
 
 
 @jax.tree_util.register_dataclass

@@ -74,9 +74,15 @@ def experts(
     weights: Float[Array, "T E"],
     w: Experts,
     activation: str,
+    *,
+    clamp: tuple[float, float] | None = None,
 ) -> Float[Array, "T D"]:
-    """Return for each row the sum, weighted by `weights`, of the gated feed-forward layers `ids`, in float32. Rows are
-    sorted by expert, so that a device reads only the experts that some row goes to."""
+    """Return for each row the sum, weighted by `weights`, of the gated feed-forward layers `ids` without `b_down`, in
+    float32. Rows are sorted by expert, so that a device reads only the experts that some row goes to.
+
+    Args:
+        clamp: alpha and limit of `clamped_swiglu`, in place of the activation; None: `activate(gate) * up`.
+    """
     rows, each = ids.shape
     order = jnp.argsort(ids.reshape(-1), stable=True)
     counts = jnp.bincount(ids.reshape(-1), length=w.router.shape[0]).astype(jnp.int32)
@@ -85,10 +91,23 @@ def experts(
     def product(values: Array, matrices: Array) -> Array:
         return lax.ragged_dot_general(values, matrices, counts, by_output, preferred_element_type=jnp.float32)
 
+    def biased(values: Array, bias: Array | None) -> Array:
+        return values if bias is None else values + bias[ids.reshape(-1)[order]].astype(jnp.float32)
+
     sorted_rows = x[order // each].astype(w.w_gate.dtype)
-    up = activate(product(sorted_rows, w.w_gate), activation) * product(sorted_rows, w.w_up)
+    gate, up = biased(product(sorted_rows, w.w_gate), w.b_gate), biased(product(sorted_rows, w.w_up), w.b_up)
+    up = activate(gate, activation) * up if clamp is None else clamped_swiglu(gate, up, *clamp)
     out = product(up.astype(w.w_down.dtype), w.w_down)[jnp.argsort(order)].reshape(rows, each, -1)
     return jnp.sum(out * weights[..., None], axis=1)
+
+
+def clamped_swiglu(
+    gate: Float[Array, "T F"], up: Float[Array, "T F"], alpha: float, limit: float
+) -> Float[Array, "T F"]:
+    """Return `(up + 1) * gate * sigmoid(alpha * gate)`, where gate is at most `limit` and up lies in [-limit, limit]
+    (gpt-oss)."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1.0) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 def activate(x: Float[Array, "T F"], name: str) -> Float[Array, "T F"]:

@@ -37,12 +37,21 @@ class Experts:
     """(X, F, D)"""
     w_down: Any
     """(X, D, F)"""
-    router_bias: Any = None
-    """(X,) float32: added to scores where experts are chosen, but not to their weights; None: no bias"""
     shared_gate: Any = None
     """(1, D): gate of the expert that all tokens go to; None: there is no such expert, or its output has no gate"""
     w_gate_up: Any = None
     """(X * 2F, D): for each expert w_gate, then w_up, in place of the two if they are tiled; otherwise None"""
+    router_bias: Any = None
+    """(X,): added to products with the router or, with sigmoid scores, to scores where experts are chosen, but not to their
+    weights; None: no bias, as for all biases"""
+    b_gate: Any = None
+    """(X, F)"""
+    b_up: Any = None
+    """(X, F)"""
+    b_down: Any = None
+    """(X, D)"""
+    b_gate_up: Any = None
+    """(X, 2F) float32: for each expert b_gate, then b_up, in place of the two beside `w_gate_up`"""
 
 
 @jax.tree_util.register_dataclass

@@ -90,6 +90,17 @@ def apply_rules(
     return s, (distance <= 0) & (distance > -rules.window)
 
 
+def initial_softmax(
+    shape: tuple[int, ...], rules: LogitModifiers | None, sinks_shape: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """Return maximum and denominator of a softmax, float32 in `shape`, before the first key: those of the sinks if
+    there are any. Sinks in `sinks_shape` broadcast against `shape`."""
+    if rules is None or rules.sinks is None:
+        return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    sinks = rules.sinks.astype(jnp.float32).reshape(sinks_shape)
+    return jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
+
+
 def own_slots_of(
     slot_ranges: Int32[Array, "B J 2"] | None,
     lens: Int32[Array, " R"],

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from apt_jax.ops.calls import DecodeCall
 from apt_jax.ops.linear import dot, project_kv
 from apt_jax.ops.low_rank import additions
-from apt_jax.ops.xla_common import MASKED, Fetch, apply_rules, fetch_blocks, own_slots_of
+from apt_jax.ops.xla_common import MASKED, Fetch, apply_rules, fetch_blocks, initial_softmax, own_slots_of
 
 TOKENS_PER_TILE = 64
 """T of decode attention: fewer positions make the products slow, more waste work on short contexts."""
@@ -118,8 +118,7 @@ def _decode(
             first_step = jnp.maximum(jnp.min(starts), 0) // t
         init = (
             first_step,
-            jnp.full((r, num_heads), MASKED, jnp.float32),
-            jnp.zeros((r, num_heads), jnp.float32),
+            *initial_softmax((r, num_heads), rules, (1, -1)),
             jnp.zeros((r, num_heads, out_width), jnp.float32),
         )
         _, _, l, acc = lax.while_loop(lambda c: c[0] < steps, body, init)

@@ -15,7 +15,15 @@ from jaxtyping import Bool, Float, Int32
 from apt_jax.ops.calls import LogitModifiers, PrefillCall
 from apt_jax.ops.linear import dot, project_kv
 from apt_jax.ops.low_rank import additions
-from apt_jax.ops.xla_common import MASKED, Fetch, apply_rules, fetch_blocks, own_slots_of, project_shards
+from apt_jax.ops.xla_common import (
+    MASKED,
+    Fetch,
+    apply_rules,
+    fetch_blocks,
+    initial_softmax,
+    own_slots_of,
+    project_shards,
+)
 
 PREFILL_QUERY_TILE = 128
 PREFILL_KEY_TILE = 128
@@ -147,8 +155,7 @@ def prefill(
 
     padded = num_tokens + pad[1][1]
     init = (
-        jnp.full((num_kv_heads, padded, group), MASKED, jnp.float32),
-        jnp.zeros((num_kv_heads, padded, group), jnp.float32),
+        *initial_softmax((num_kv_heads, padded, group), call.rules, (num_kv_heads, 1, group)),
         jnp.zeros((num_kv_heads, padded, group, head_dim), jnp.float32),
     )
     out = jnp.zeros((padded, num_kv_heads, group, head_dim), q.dtype)

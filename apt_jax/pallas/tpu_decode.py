@@ -110,6 +110,7 @@ class _Sizes:
     softcap: float | None
     window: int | None
     with_slopes: bool
+    with_sinks: bool
 
     @property
     def tile(self) -> int:
@@ -195,7 +196,7 @@ def _kernel(
     tables_smem,  # (B * A * J,)
     ranges_smem,  # (B * J * 2,), or (1,) without slot ranges
     q_ref,  # (N, H), or (N, E) if head_dim is None
-    slopes_ref,  # (N, 1)
+    of_heads_ref,  # (N, 2): slopes and sinks
     *refs,  # A * G blocks (C, E); output (N, H) or (N, E); scratch m, l (N, 1), acc (N, E) and, with H, queries (N, E)
     sizes: _Sizes,
 ):
@@ -215,8 +216,12 @@ def _kernel(
 
     @pl.when(has_work & (tile == sizes.first_tile(length)))
     def _start():
-        m_ref[...] = jnp.full(m_ref.shape, _MASKED, jnp.float32)
-        l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
+        if sizes.with_sinks:
+            m_ref[...] = of_heads_ref[:, 1:]
+            l_ref[...] = jnp.ones(l_ref.shape, jnp.float32)
+        else:
+            m_ref[...] = jnp.full(m_ref.shape, _MASKED, jnp.float32)
+            l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
         acc_ref[...] = jnp.zeros(acc_ref.shape, jnp.float32)
         if head_dim is not None:
             scaled = q_ref[...].astype(jnp.float32) * head_dim**-0.5
@@ -244,7 +249,7 @@ def _kernel(
         if sizes.softcap is not None:
             s = sizes.softcap * jnp.tanh(s / sizes.softcap)
         if sizes.with_slopes:
-            s = s + slopes_ref[...] * (position - (length - 1)).astype(jnp.float32)
+            s = s + of_heads_ref[:, :1] * (position - (length - 1)).astype(jnp.float32)
         s = jnp.where(own_scores, s, _MASKED)
         m_new = jnp.maximum(m_ref[...], jnp.max(s, axis=1, keepdims=True))
         p = jnp.where(own_scores, jnp.exp(s - m_new), 0.0)
@@ -292,12 +297,14 @@ def _decode(
         softcap=rules.softcap,
         window=rules.window,
         with_slopes=rules.slopes is not None,
+        with_sinks=rules.sinks is not None,
     )
     index, (first, last) = jnp.arange(batch, dtype=jnp.int32), call.row_range()
     lens = jnp.where((index >= first) & (index < last), jnp.clip(call.lens, 0, call.capacity), 0)
     list_rows, list_tiles, counts = work_list(lens, sizes, cores)
     ranges = jnp.zeros(1, jnp.int32) if slot_ranges is None else slot_ranges.reshape(-1)
-    slopes = jnp.zeros(num_heads, jnp.float32) if rules.slopes is None else rules.slopes.astype(jnp.float32)
+    nothing = jnp.zeros(num_heads, jnp.float32)
+    of_heads = [nothing if a is None else a.astype(jnp.float32) for a in (rules.slopes, rules.sinks)]
 
     def block(array: int, place: int) -> pl.BlockSpec:
         """Return the specification that fetches block `place` of an item's G blocks; past the end of the row, it
@@ -329,7 +336,7 @@ def _decode(
             grid=(cores, jnp.max(counts)),
             in_specs=[
                 pl.BlockSpec((None, num_heads, width), of_row),
-                pl.BlockSpec((num_heads, 1), lambda *_: (0, 0)),
+                pl.BlockSpec((num_heads, 2), lambda *_: (0, 0)),
                 *blocks,
             ],
             out_specs=pl.BlockSpec((None, num_heads, width), of_row),
@@ -342,7 +349,17 @@ def _decode(
         ),
         interpret=interpret,
         name="decode_absorbed" if head_dim is None else "decode_kv",
-    )(lens, list_rows, list_tiles, counts, call.tables.reshape(-1), ranges, q, slopes[:, None], *([pool] * len(blocks)))
+    )(
+        lens,
+        list_rows,
+        list_tiles,
+        counts,
+        call.tables.reshape(-1),
+        ranges,
+        q,
+        jnp.stack(of_heads, axis=1),
+        *([pool] * len(blocks)),
+    )
 
 
 def decode_kv(

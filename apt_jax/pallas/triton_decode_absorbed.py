@@ -29,6 +29,7 @@ from apt_jax.pallas.triton_decode_common import (
     by_block,
     check_inputs,
     find_slots,
+    sinks_of,
     slopes_of,
     softmax_step,
 )
@@ -261,7 +262,7 @@ def _output_kernel(
     num_heads: int,
     width: int,
 ) -> None:
-    items, tables, slot_ranges, p_ref, m_ref, l_ref, pool = refs[:7]
+    items, tables, slot_ranges, sinks, p_ref, m_ref, l_ref, pool = refs[:8]
     results, partial = refs[-6:-3], refs[-3:]  # between them: results of earlier waves, in the same memory
     part, index = pl.program_id(0), num_items - 1 - pl.program_id(1)
     item = read_item(items, index)
@@ -315,7 +316,8 @@ def _output_kernel(
         last = jnp.minimum(item.last * ratio, (item.length + tile.tokens - 1) // tile.tokens)
         states, *_ = lax.fori_loop(first, last, step, (init, state_of(first), place_of(first)))
         for state, heads in zip(states, parts, strict=True):
-            store_piece(state, results, partial, (items, index), heads, lane, (heads < num_heads, lane_ok), part == 0)
+            mask = heads < num_heads, lane_ok
+            store_piece(state, results, partial, (items, index), heads, lane, mask, sinks, part == 0)
 
 
 def absorbed_output(
@@ -331,7 +333,7 @@ def absorbed_output(
 ) -> Output:
     """Return z, m and l for the rows of a wave: the second half of absorbed attention.
 
-    The logit modifiers of the call have already been applied. For the other arguments see `absorbed_attention`.
+    The logit modifiers of the call have already been applied, except its sinks. For the other arguments see `absorbed_attention`.
 
     Args:
         scores: results of `absorbed_scores`.
@@ -366,7 +368,8 @@ def absorbed_output(
     )
     state = jax.ShapeDtypeStruct((batch, heads), jnp.float32)
     results = [jax.ShapeDtypeStruct((batch, heads, width), out_dtype), state, state]
-    operands = (work.items, call.tables[:, None], call.slot_ranges, p, m, l, by_block(pool))
+    sinks = sinks_of(call.rules)
+    operands = (work.items, call.tables[:, None], call.slot_ranges, sinks, p, m, l, by_block(pool))
     outs = launch(
         kernel,
         (*operands, *(before or ())),
@@ -378,7 +381,7 @@ def absorbed_output(
         interpret=interpret,
         in_place={len(operands) + i: i for i in range(3)} if before else None,
     )
-    z, m, l = join_pieces(work, outs[:3], outs[3:], interpret=interpret)
+    z, m, l = join_pieces(work, outs[:3], outs[3:], sinks, interpret=interpret)
     return z, m, l
 
 

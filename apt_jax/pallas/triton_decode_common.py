@@ -90,6 +90,11 @@ def slopes_of(rules: LogitModifiers | None) -> Array | None:
     return None if rules is None or rules.slopes is None else rules.slopes.astype(jnp.float32)
 
 
+def sinks_of(rules: LogitModifiers | None) -> Array | None:
+    """Return the sinks in float32, which kernels read from memory; None without sinks."""
+    return None if rules is None or rules.sinks is None else rules.sinks.astype(jnp.float32)
+
+
 def softmax_step(state: tuple[Any, Any], s: Any, own: Any) -> tuple[Any, Any, Any, Any]:
     """Fold scores (heads, tokens) into the running maximum m and denominator l.
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from apt_jax.ops.calls import DecodeCall
 from apt_jax.pallas.triton_common import MASKED, below, check_pool, dot, launch, load
-from apt_jax.pallas.triton_decode_common import ScoreModifiers, by_block, find_slots, slopes_of, softmax_step
+from apt_jax.pallas.triton_decode_common import ScoreModifiers, by_block, find_slots, sinks_of, slopes_of, softmax_step
 from apt_jax.pallas.triton_tiles import Tile, padded, tile_for
 from apt_jax.pallas.triton_work_list import (
     join_pieces,
@@ -39,6 +39,7 @@ class _Operands(NamedTuple):
     tables: Any
     slot_ranges: Any
     slopes: Any
+    sinks: Any
     q_ref: Any
     pool: Any
 
@@ -54,7 +55,7 @@ def _kv_kernel(
     head_dim: int,
     lane_width: int,
 ) -> None:
-    items, tables, slot_ranges, slopes, q_ref, pool = refs
+    items, tables, slot_ranges, slopes, sinks, q_ref, pool = refs
     kv_head, index = pl.program_id(0), pl.program_id(1)
     item = read_item(items, index)
     group_padded, width = padded(group), padded(head_dim)
@@ -96,7 +97,7 @@ def _kv_kernel(
             jnp.zeros((group_padded, width), jnp.float32),
         )
         state = lax.fori_loop(item.first, item.last, step, init)
-        store_piece(state, (out,), partial, (items, index), heads, lane, (head_ok, lane_ok))
+        store_piece(state, (out,), partial, (items, index), heads, lane, (head_ok, lane_ok), sinks)
 
 
 def decode_kv(
@@ -133,10 +134,17 @@ def decode_kv(
         head_dim=head_dim,
         lane_width=lane_width,
     )
+    sinks = sinks_of(call.rules)
     out, *partial = launch(
         kernel,
         _Operands(
-            work.items, call.tables, call.slot_ranges, slopes_of(call.rules), q.astype(pool.dtype), by_block(pool)
+            work.items,
+            call.tables,
+            call.slot_ranges,
+            slopes_of(call.rules),
+            sinks,
+            q.astype(pool.dtype),
+            by_block(pool),
         ),
         [jax.ShapeDtypeStruct(q.shape, jnp.float32), *partial_shapes(work, heads, head_dim)],
         grid=(kv_heads, work.items.shape[0]),
@@ -145,4 +153,4 @@ def decode_kv(
         name="decode_kv",
         interpret=interpret,
     )
-    return join_pieces(work, (out,), partial, interpret=interpret)[0]
+    return join_pieces(work, (out,), partial, sinks, interpret=interpret)[0]

@@ -37,6 +37,7 @@ from apt_jax.pallas.triton_decode_common import (
     find_slots,
     lane_scale,
     scale_of,
+    sinks_of,
     slopes_of,
     softmax_step,
 )
@@ -62,6 +63,7 @@ class _Operands(NamedTuple):
     tables: Any
     slot_ranges: Any
     slopes: Any
+    sinks: Any
     q_ref: Any
     pool: Any
     wk: Any
@@ -88,7 +90,7 @@ def _reprojected_kernel(
     half: int,
     width: int,
 ) -> None:
-    items, tables, slot_ranges, slopes, q_ref, pool, wk, bk, wv, bv, scale, cos, sin = refs
+    items, tables, slot_ranges, slopes, sinks, q_ref, pool, wk, bk, wv, bv, scale, cos, sin = refs
     kv_head, index = swizzle(pl.program_id(0), neighbours, num_items)
     item = read_item(items, index)
     group_padded = padded(group)
@@ -111,8 +113,9 @@ def _reprojected_kernel(
         return load(b, (kv_head, lane), lane.shape, ok).astype(jnp.float32)
 
     # A bias of the keys changes all scores of a query equally, which does not affect the softmax, unless the keys are
-    # rotated or normed, or the scores are capped.
-    biased = 0 if bk is None else len(key_lanes) if scale is not None or rules.softcap is not None else 2 * bool(half)
+    # rotated or normed, or the scores are capped or joined by a sink.
+    every = scale is not None or rules.softcap is not None or sinks is not None
+    biased = 0 if bk is None else len(key_lanes) if every else 2 * bool(half)
 
     @pl.when(item.row >= 0)
     def _() -> None:
@@ -185,7 +188,7 @@ def _reprojected_kernel(
         m, l, acc = lax.fori_loop(item.first, item.last, step, init)
         if bv is not None:  # the bias is added to every value, and the weights sum to l
             acc = acc + l[:, None] * bias(bv, value_lane, value_ok)[None, :]
-        store_piece((m, l, acc), (out,), partial, (items, index), heads, value_lane, (head_ok, value_ok))
+        store_piece((m, l, acc), (out,), partial, (items, index), heads, value_lane, (head_ok, value_ok), sinks)
 
 
 def decode_reprojected(
@@ -235,6 +238,7 @@ def decode_reprojected(
     def cast(a: Array | None) -> Array | None:
         return None if a is None else a.astype(pool.dtype)
 
+    sinks = sinks_of(call.rules)
     out, *partial = launch(
         kernel,
         _Operands._make(
@@ -243,6 +247,7 @@ def decode_reprojected(
                 call.tables[:, None],
                 call.slot_ranges,
                 slopes_of(call.rules),
+                sinks,
                 cast(q),
                 by_block(pool),
                 *map(cast, (p.wk, p.bk, p.value_weights, p.bv)),
@@ -257,4 +262,4 @@ def decode_reprojected(
         name="decode_reprojected",
         interpret=interpret,
     )
-    return join_pieces(work, (out,), partial, interpret=interpret)[0]
+    return join_pieces(work, (out,), partial, sinks, interpret=interpret)[0]

@@ -21,10 +21,11 @@ from jaxtyping import Float
 
 from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, PrefillCall
 from apt_jax.pallas.triton_common import below, check_pool, launch, load, slot_of
-from apt_jax.pallas.triton_decode_common import check_key_norm
+from apt_jax.pallas.triton_decode_common import check_key_norm, sinks_of
 from apt_jax.pallas.triton_hidden_prefix import absorbed_prefix, projected_prefix, slopes_of
 from apt_jax.pallas.triton_prefix_shards import sharded_prefix
 from apt_jax.pallas.triton_queries import (
+    LOG2_E,
     Scores,
     attend,
     each_tile,
@@ -51,6 +52,7 @@ class _Operands(NamedTuple):
     v_ref: Any
     pool: Any
     slopes: Any
+    sinks: Any
     end: Any
     m_ref: Any
     l_ref: Any
@@ -68,7 +70,7 @@ def _chunk_kernel(
     group: int,
     head_dim: int,
 ) -> None:
-    tiles, count, tables, ranges, q_ref, k_ref, v_ref, pool, slopes, end, m_ref, l_ref, acc_ref = refs
+    tiles, count, tables, ranges, q_ref, k_ref, v_ref, pool, slopes, sinks, end, m_ref, l_ref, acc_ref = refs
     # Heads are the inner axis, so the tiles with the most keys start first, for all heads.
     kv_head, place = pl.program_id(0), pl.program_id(1)
     per_tile = tile.queries >> (group - 1).bit_length()
@@ -110,11 +112,16 @@ def _chunk_kernel(
             first=scores.first_seen(kv_len + first), last=kv_len,
             open_from=scores.first_seen(kv_len + last_query), open_to=kv_len,
         )  # fmt: skip
-        _, l, acc = attend(
+        m, l, acc = attend(
             state, q, of_chunk, scores, queries.position, **common,
             first=scores.first_seen(first), last=jnp.minimum(first + per_tile, length),
             open_from=scores.first_seen(last_query), open_to=first + 1,
         )  # fmt: skip
+        if sinks is not None:  # counted once, for the prefix and the chunk together
+            sink = LOG2_E * plt.load(sinks.at[queries.head], mask=queries.ok, other=0)
+            top = jnp.maximum(m, sink)
+            before = scores.exp2(m, 1.0, top)
+            l, acc = l * before + scores.exp2(sink, 1.0, top), acc * before[:, None]
         _, offset_, first_, length_, _, _ = read_tile(tiles, index, copy=1)
         queries = queries_of(tile.queries, group, kv_head, offset_, first_, length_)
         out = acc * (1 / jnp.maximum(l, 1e-30))[:, None]
@@ -214,7 +221,20 @@ def prefill(
     by_slot = pool.reshape(-1, lane_width) if holds_keys else jnp.zeros((1, lane_width), pool.dtype)
     return launch(
         kernel,
-        _Operands(tiles.fields, tiles.count, tables, call.slot_ranges, q, k, v, by_slot, slopes_of(call), end, *state),
+        _Operands(
+            tiles.fields,
+            tiles.count,
+            tables,
+            call.slot_ranges,
+            q,
+            k,
+            v,
+            by_slot,
+            slopes_of(call),
+            sinks_of(call.rules),
+            end,
+            *state,
+        ),
         out_shape,
         grid=(num_kv_heads, tiles.programs),
         warps=tile.warps,

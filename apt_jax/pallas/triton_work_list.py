@@ -197,6 +197,17 @@ def partial_shapes(work: WorkList, heads: int, width: int) -> list[jax.ShapeDtyp
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*places, width), places, places)]
 
 
+def add_sinks(state: tuple[Any, Any, Any], sinks: Any, heads: Any, head_ok: Any) -> tuple[Any, Any, Any]:
+    """Return m, l and accumulator of whole rows with the sinks of their heads; `sinks`: ref of (N,), or None."""
+    if sinks is None:
+        return state
+    m, l, acc = state
+    sink = plt.load(sinks.at[heads], mask=head_ok, other=MASKED)
+    top = jnp.maximum(m, sink)
+    before = jnp.exp(m - top)
+    return top, l * before + jnp.exp(sink - top), acc * before[:, None]
+
+
 def store_piece(
     state: tuple[Any, Any, Any],
     results: Sequence[Any],
@@ -205,6 +216,7 @@ def store_piece(
     heads: Any,
     lane: Any,
     mask: tuple[Any, Any],
+    sinks: Any,
     once: Any = None,
 ) -> None:
     """Store the state of a piece: as the normalized result of its row if the piece is the whole row, else unchanged at
@@ -218,6 +230,7 @@ def store_piece(
         heads: head numbers.
         lane: lane numbers.
         mask: mask of existing heads, and mask of existing lanes or None.
+        sinks: ref of (N,) sinks, which are added to whole rows, or None.
         once: True in the one program that stores m and l for a piece and its heads; None: there is only one program.
     """
     m, l, acc = state
@@ -228,9 +241,10 @@ def store_piece(
     head_ok = head_ok if once is None else head_ok & once
     is_whole = place < 0
     out, *more = results
-    value = (acc / jnp.maximum(l, 1e-30)[:, None]).astype(out.dtype)
+    whole = add_sinks(state, sinks, heads, mask[0])
+    value = (whole[2] / jnp.maximum(whole[1], 1e-30)[:, None]).astype(out.dtype)
     plt.store(out.at[row, heads[:, None], lane[None, :]], value, mask=ok & is_whole)
-    for ref, value in zip(more, (m, l), strict=False):
+    for ref, value in zip(more, whole, strict=False):
         plt.store(ref.at[row, heads], value, mask=head_ok & is_whole)
     place = jnp.maximum(place, 0)
     plt.store(partial[0].at[place, heads[:, None], lane[None, :]], acc, mask=ok & ~is_whole)
@@ -239,7 +253,7 @@ def store_piece(
 
 
 def join_pieces(
-    work: WorkList, results: Sequence[Array], partial: Sequence[Array], *, interpret: bool
+    work: WorkList, results: Sequence[Array], partial: Sequence[Array], sinks: Array | None, *, interpret: bool
 ) -> tuple[Array, ...]:
     """Fill in the results of rows with several pieces, in place, and return all results.
 
@@ -247,6 +261,7 @@ def join_pieces(
         work: the work list.
         results: arrays that `store_piece` has written.
         partial: states of the pieces, with the shapes of `partial_shapes`.
+        sinks: (N,) sinks in float32, or None.
         interpret: run in Pallas' interpreter.
     """
     if not work.joins.shape[0]:
@@ -255,7 +270,7 @@ def join_pieces(
     lanes, together = min(_JOINED_LANES, padded(width)), min(_JOINED_HEADS, 1 << (num_heads - 1).bit_length())
     num_results = len(results)
 
-    def kernel(joins: Any, acc_ref: Any, m_ref: Any, l_ref: Any, *refs: Any) -> None:
+    def kernel(joins: Any, sinks_ref: Any, acc_ref: Any, m_ref: Any, l_ref: Any, *refs: Any) -> None:
         out_ref, *more = refs[num_results:]
         part, group, index = (pl.program_id(axis) for axis in range(3))
         row, place, count = (plt.load(joins.at[index, jnp.int32(i)]) for i in range(3))
@@ -288,7 +303,8 @@ def join_pieces(
                 jnp.zeros((together,), jnp.float32),
                 jnp.zeros((together, lanes), jnp.float32),
             )
-            m, l, acc = jax.lax.fori_loop(0, (count + _PIECES_AT_ONCE - 1) // _PIECES_AT_ONCE, some, init)
+            state = jax.lax.fori_loop(0, (count + _PIECES_AT_ONCE - 1) // _PIECES_AT_ONCE, some, init)
+            m, l, acc = add_sinks(state, sinks_ref, head, head_ok)
             value = (acc / jnp.maximum(l, 1e-30)[:, None]).astype(out_ref.dtype)
             plt.store(out_ref.at[row, head[:, None], lane[None, :]], value, mask=ok)
             for ref, value in zip(more, (m, l), strict=False):
@@ -297,14 +313,14 @@ def join_pieces(
     return tuple(
         launch(
             kernel,
-            (work.joins, *partial, *results),
+            (work.joins, sinks, *partial, *results),
             [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results],
             grid=(-(-width // lanes), -(-num_heads // together), work.joins.shape[0]),
             warps=4,
             stages=1,
             name="decode_join",
             interpret=interpret,
-            in_place={4 + i: i for i in range(num_results)},
+            in_place={5 + i: i for i in range(num_results)},
         )
     )
 

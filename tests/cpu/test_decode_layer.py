@@ -35,6 +35,7 @@ VARIANTS: dict[str, ModelConfig] = {
     ),
     "soft cap, window": dataclasses.replace(LLAMA, attention_softcap=2.0, layer_windows=(7, None)),
     "alibi": dataclasses.replace(OPT, position="alibi", alibi_slopes=(0.5, 0.25, 0.1, 0.05)),
+    "sinks, window": dataclasses.replace(LLAMA, attention_sinks=True, layer_windows=(7, None)),
 }
 _WHOLE_GROUPS = {"heads of 80 lanes": {"num_heads": 2}}
 LENS = (1, 33, 9, 70, 16)

@@ -1,5 +1,6 @@
 """Mixtures of experts: the kernel and XLA's op against plain NumPy, row by row."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -42,13 +43,26 @@ def silu(v: np.ndarray) -> np.ndarray:
 
 
 def plain(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, w: Experts, activate: Callable[[Any], Any] = silu
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w: Experts,
+    activate: Callable[[Any], Any] = silu,
+    clamp: tuple[float, float] | None = None,
 ) -> np.ndarray:
     gate, up, down = (np.asarray(m, np.float64) for m in (w.w_gate, w.w_up, w.w_down))
+    b_gate, b_up = (np.zeros(gate.shape[:2]) if b is None else np.asarray(b, np.float64) for b in (w.b_gate, w.b_up))
     out = np.zeros(x.shape)
     for t, row in enumerate(np.asarray(x, np.float64)):
         for expert, weight in zip(np.asarray(ids[t]), np.asarray(weights[t], np.float64), strict=True):
-            out[t] += weight * (down[expert] @ (activate(gate[expert] @ row) * (up[expert] @ row)))
+            g, u = gate[expert] @ row + b_gate[expert], up[expert] @ row + b_up[expert]
+            if clamp is None:
+                mixed = activate(g) * u
+            else:
+                alpha, limit = clamp
+                g = np.minimum(g, limit)
+                mixed = (np.clip(u, -limit, limit) + 1) * g / (1 + np.exp(-alpha * g))
+            out[t] += weight * (down[expert] @ mixed)
     return out
 
 
@@ -77,6 +91,29 @@ def test_kernel_and_xla_compute_what_numpy_does(dtype, shape):
     for found in (linear.experts(x, ids, weights, w, "silu"), ops.experts(x, ids, weights, tiled, "silu")):
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("clamp", [None, (1.702, 0.8), (0.5, 7.0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 4, 2, 40, 20)], ids=str)
+def test_biases_and_clamped_gates(shape, dtype, clamp):
+    rows, num_experts, each, width, inner = shape
+    rng = np.random.default_rng(sum(shape))
+    biases = {name: jnp.asarray(rng.standard_normal((num_experts, inner)), dtype) for name in ("b_gate", "b_up")}
+    w = dataclasses.replace(drawn(rng, dtype, num_experts, width, inner), **biases)
+    x = jnp.asarray(rng.standard_normal((rows, width)), dtype)
+    ids, weights = routed(rng, rows, num_experts, each)
+    want = plain(x, ids, weights, w, clamp=clamp)
+    tolerance = (1e-5 if dtype == "float32" else 2e-2) * np.abs(want).max()
+    tiled = tile_experts(w)
+    assert (tiled.b_gate_up is None) == (tiled.w_gate_up is None) == (width == 40)
+    for op, given in ((linear.experts, w), (ops.experts, tiled)):
+        found = op(x, ids, weights, given, "silu", clamp=clamp)
+        np.testing.assert_allclose(found, want, rtol=0, atol=tolerance)
+    if width != 40:  # an activation without a kernel
+        found = ops.experts(x, ids, weights, tiled, "gelu", clamp=clamp)
+        expected = linear.experts(x, ids, weights, w, "gelu", clamp=clamp)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

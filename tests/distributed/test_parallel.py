@@ -33,6 +33,7 @@ QUICK = [
     "experts, both",
     "latents, absorbed",
     "latents, reprojected",
+    "sinks, experts with biases",
     "int8, both",
     "int8, fewer key heads than devices",
 ]

@@ -110,7 +110,7 @@ def test_what_models_need_of_each_op() -> None:
 
 
 def test_prefill_of_models_with_rules_is_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
-    rules = frozenset({"window", "softcap", "alibi"})
+    rules = frozenset({"window", "softcap", "alibi", "sinks"})
     ops = choose_attention("gpu", None, "sm_80", {"prefill": rules, "prefill_hidden": rules | {"key norm"}})
     assert ops is attention_ops("gpu", None, "sm_80")
     assert not caplog.messages

@@ -68,6 +68,8 @@ OTHER: dict[str, Any] = {
     "alibi_bias_max": 4,
     "softmax_scale": 0.3,
     "clip_qkv": 2.0,
+    "swiglu_alpha": 1.0,
+    "swiglu_limit": 5.0,
     "kv_n_heads": 2,
     "bos_token_id": 9,
     "eos_token_id": 9,

@@ -34,6 +34,8 @@ RULES: dict[str, LogitModifiers] = {
     "wide window": LogitModifiers(window=70),
     "alibi": LogitModifiers(slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32)),
     "softcap and window": LogitModifiers(softcap=1.5, window=20),
+    "sinks": LogitModifiers(sinks=jnp.asarray([6.0, -20.0, 0.5, 2.0, -1.0, 40.0], jnp.float32)),
+    "sinks and window": LogitModifiers(window=9, sinks=jnp.asarray([0.0, 3.0, -3.0, 1.0, 12.0, -12.0], jnp.float32)),
 }
 
 NORMS = (None, "head", "lane")
@@ -99,7 +101,9 @@ def _of_both(every: Iterable[Any], quick: Collection[Any], of_reference: Collect
 @pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("ops", "name"),
-    _of_both(((name,) for name in RULES), [(name,) for name in RULES], [("softcap and window",), ("alibi",)]),
+    _of_both(
+        ((name,) for name in RULES), [(name,) for name in RULES], [("softcap and window",), ("alibi",), ("sinks",)]
+    ),
 )
 def test_decode_over_keys_and_values(ops: str, name: str) -> None:
     rng = np.random.default_rng(0)
@@ -115,7 +119,7 @@ def test_decode_over_keys_and_values(ops: str, name: str) -> None:
 @pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("ops", "name"),
-    _of_both(((name,) for name in (None, *RULES)), [(None,), *((name,) for name in RULES)], [("softcap and window",)]),
+    _of_both(((name,) for name in (None, *RULES)), [(None,), *((name,) for name in RULES)], [("sinks and window",)]),
 )
 def test_decode_over_absorbed_layer_inputs(ops: str, name: str | None) -> None:
     rng = np.random.default_rng(1)
@@ -127,7 +131,11 @@ def test_decode_over_absorbed_layer_inputs(ops: str, name: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("ops", "name", "norm"),
-    _of_both(itertools.product((None, "softcap and window", "alibi"), NORMS), EACH_NORM, EACH_NORM[1:]),
+    _of_both(
+        itertools.product((None, "softcap and window", "alibi", "sinks and window"), NORMS),
+        [*EACH_NORM, ("sinks and window", "head")],
+        [*EACH_NORM[1:], ("sinks and window", None)],
+    ),
 )
 def test_decode_over_reprojected_layer_inputs(ops: str, name: str | None, norm: str | None) -> None:
     rng = np.random.default_rng(2)
@@ -151,11 +159,11 @@ def test_decode_over_reprojected_layer_inputs(ops: str, name: str | None, norm: 
     _of_both(
         [
             (name, *rest)
-            for name in (None, "softcap and window")
+            for name in (None, "softcap and window", "sinks")
             for rest in ((None, H), (None, 4), ("head", H), ("lane", H))
         ],
-        [(None, None, H), ("softcap and window", None, 4), ("softcap and window", "head", H), (None, "lane", H)],
-        [("softcap and window", None, 4), ("softcap and window", "head", H)],
+        [(None, None, H), ("softcap and window", None, 4), ("softcap and window", "head", H), ("sinks", "lane", H)],
+        [("softcap and window", None, 4), ("sinks", "head", H)],
     ),
 )
 def test_decode_with_absorbed_values(ops: str, name: str | None, norm: str | None, rotary: int) -> None:
@@ -176,12 +184,12 @@ def test_decode_with_absorbed_values(ops: str, name: str | None, norm: str | Non
     ("ops", "name", "norm"),
     _of_both(
         itertools.product((None, *RULES), NORMS),
-        [*EACH_NORM, ("softcap", None), ("window", None), ("wide window", None)],
-        [("softcap and window", "head")],
+        [*EACH_NORM, *((name, None) for name in ("softcap", "window", "wide window", "sinks", "sinks and window"))],
+        [("softcap and window", "head"), ("sinks and window", None)],
     )
     + cover(
         [("triton", name, norm) for name in (None, *RULES) for norm in (None, "head")],
-        [("triton", "alibi", None), ("triton", "softcap and window", "head")],
+        [("triton", "alibi", None), ("triton", "softcap and window", "head"), ("triton", "sinks and window", None)],
     ),
 )
 def test_prefill_over_prefixes_of_both_kinds(ops: str, name: str | None, norm: str | None) -> None:

@@ -129,10 +129,11 @@ def test_rows_outside_the_range_give_zeros(op: str) -> None:
 @pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])
 @pytest.mark.parametrize("ranged", [False, True])
-def test_window_soft_cap_and_slopes(op: str, ranged: bool) -> None:
+def test_window_soft_cap_slopes_and_sinks(op: str, ranged: bool) -> None:
     """The window leaves out the first tile of the longest row, cuts into others and is longer than some."""
-    slopes = jnp.asarray([0.5, 0.1, 0.02], jnp.float32)
-    _check("three-heads", op, "float32", ranged, True, rules=LogitModifiers(softcap=2.0, slopes=slopes, window=50))
+    slopes, sinks = jnp.asarray([0.5, 0.1, 0.02], jnp.float32), jnp.asarray([4.0, -9.0, 0.5], jnp.float32)
+    rules = LogitModifiers(softcap=2.0, slopes=slopes, window=50, sinks=sinks)
+    _check("three-heads", op, "float32", ranged, True, rules=rules)
 
 
 def test_a_window_that_begins_on_the_border_of_a_tile() -> None:
@@ -152,7 +153,7 @@ def test_the_work_list_has_every_tile_once_and_each_row_in_one_core(cores: int, 
     for lens in (rng.integers(0, 600, 4), np.zeros(4, np.int64), np.array([0, 0, 0, 512]), np.array([600, 1, 1, 0])):
         sizes = tpu_decode._Sizes(
             num_arrays=2, blocks=4, block_size=16, num_entries=38, num_items=len(lens) * 10, with_ranges=False,
-            head_dim=16, softcap=None, window=window, with_slopes=False,
+            head_dim=16, softcap=None, window=window, with_slopes=False, with_sinks=False,
         )  # fmt: skip
         rows, tiles, counts = (np.asarray(a) for a in tpu_decode.work_list(jnp.asarray(lens, jnp.int32), sizes, cores))
         rows, tiles = rows.reshape(cores, -1), tiles.reshape(cores, -1)

@@ -29,7 +29,13 @@ RULES: dict[str, LogitModifiers | None] = {
     "window": LogitModifiers(window=9),
     "wide window": LogitModifiers(window=70),
     "alibi": LogitModifiers(slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32)),
-    "all": LogitModifiers(softcap=1.5, window=20, slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32)),
+    "sinks": LogitModifiers(sinks=jnp.asarray(5.0 * np.cos(np.arange(N)), jnp.float32)),
+    "all": LogitModifiers(
+        softcap=1.5,
+        window=20,
+        slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32),
+        sinks=jnp.asarray(3.0 * np.sin(np.arange(N)), jnp.float32),
+    ),
 }
 
 

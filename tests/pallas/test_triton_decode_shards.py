@@ -100,7 +100,8 @@ RULES = {
     "softcap": LogitModifiers(softcap=1.5),
     "window": LogitModifiers(window=20),
     "alibi": LogitModifiers(slopes=SLOPES),
-    "all": LogitModifiers(softcap=1.5, window=20, slopes=SLOPES),
+    "sinks": LogitModifiers(sinks=10.0 * SLOPES - 2.0),
+    "all": LogitModifiers(softcap=1.5, window=20, slopes=SLOPES, sinks=SLOPES),
 }
 
 

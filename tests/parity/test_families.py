@@ -35,7 +35,9 @@ def random_model(name: str, seed: int = 0) -> Any:
     model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter_name, value in model.named_parameters():
-            if value.dim() == 1:  # biases and norms
+            if parameter_name.endswith("sinks"):  # some far above the scores, some far below
+                value.normal_(0, 4.0)
+            elif value.dim() == 1:  # biases and norms
                 value.add_(torch.randn_like(value) * 0.3)
                 if config_class.startswith("Gemma4") and "k_norm" in parameter_name:
                     value.mul_(len(value) ** -0.5)  # as scores are not divided by sqrt(H)

@@ -37,6 +37,7 @@ CLASSES = {
     "olmo2": "Olmo2Config",
     "gpt2": "GPT2Config",
     "gpt_neox": "GPTNeoXConfig",
+    "gpt_oss": "GptOssConfig",
     "bloom": "BloomConfig",
     "mpt": "MptConfig",
 }

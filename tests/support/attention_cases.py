@@ -65,8 +65,13 @@ def _softmax(scores: np.ndarray, position: Any, query_position: Any, rules: Logi
         if rules.window is not None:
             sees = sees & (behind > -rules.window)
     scores = np.where(sees, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+    top, more = scores.max(axis=-1, keepdims=True), 0.0
+    if rules is not None and rules.sinks is not None:
+        sinks = _wide(rules.sinks)[:, None, None]
+        top = np.maximum(top, sinks)
+        more = np.exp(sinks - top)
+    weights = np.exp(scores - top)
+    return weights / (weights.sum(axis=-1, keepdims=True) + more)
 
 
 def _scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:

@@ -129,6 +129,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 128})),
     "minicpm3 plain queries": ("MiniCPM3Config", _BASE | _LATENT | dict(
         q_lora_rank=None, scale_depth=None, dim_model_base=None, tie_word_embeddings=False)),
+    "gpt_oss": ("GptOssConfig", _BASE | dict(
+        num_key_value_heads=2, head_dim=8, num_local_experts=6, num_experts_per_tok=3, sliding_window=9, swiglu_limit=1.5,
+        rope_parameters=_YARN | {"truncate": False})),
+    "gpt_oss many key heads": ("GptOssConfig", _BASE | dict(
+        num_hidden_layers=3, num_key_value_heads=4, head_dim=16, num_local_experts=4, num_experts_per_tok=4, sliding_window=21,
+        layer_types=["full_attention", "sliding_attention", "full_attention"], attention_bias=False, swiglu_alpha=0.7)),
     "olmo2": ("Olmo2Config", _BASE | dict(num_key_value_heads=4)),
     "olmo2 grouped": ("Olmo2Config", _BASE | dict(num_key_value_heads=2)),
     "gpt2": ("GPT2Config", dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)),

@@ -104,6 +104,10 @@ MODELS: dict[str, ModelConfig] = {
             dense_layers=(0,), shared_size=8, shared_gate=False,
         ),
     ),
+    "gpt_oss": _llama(
+        num_kv_heads=2, qkv_bias=True, out_bias=True, attention_sinks=True, layer_windows=(7, None),
+        experts=ExpertsConfig(num_experts=5, per_token=2, size=16, normalize=True, bias=True, clamp=(1.702, 0.5)),
+    ),
 }  # fmt: skip
 CASES: dict[str, tuple[str, str, Any]] = {
     # name: model, kind that requests get, attention over layer inputs
@@ -138,6 +142,7 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "latents, absorbed": ("latent", "hidden", "absorb"),
     "latents, reprojected": ("latent", "hidden", "reproject"),
     "latents, on kernels": ("latent", "hidden", "absorb"),
+    "sinks, experts with biases": ("gpt_oss", "kv", "auto"),
     "int8, both": ("opt", "hybrid", "absorb"),
     "int8, fewer key heads than devices": ("llama grouped", "kv", "auto"),
 }
@@ -147,6 +152,7 @@ def distinct_params(config: ModelConfig) -> ModelParams:
     """Random float32 weights, so large that a tiny model does not say the same whatever was said before."""
     params = dummy_params(config, "float32", 7)
     layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
+    layers = tuple(dataclasses.replace(p, sinks=p.sinks if p.sinks is None else p.sinks * 100) for p in layers)
     return dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
 
 

@@ -26,6 +26,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "experts, growing queries": dataclasses.replace(
         MODELS["experts"], unrotated_layers=(2,), query_growth=QueryGrowth(factor=0.5, length=5)
     ),
+    "gpt_oss": MODELS["gpt_oss"],
     "olmo2": MODELS["olmo2 grouped"],
 }  # fmt: skip
 

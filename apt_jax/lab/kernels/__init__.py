@@ -34,6 +34,8 @@ def _triton_onepass(chip: str | None) -> KernelBackend:
         reason = "layer inputs are sharded over devices"
         if call.tensor is None:
             reason = cuda.why_not(chip, q_absorbed, call.pool)
+        if call.rules is not None and call.rules.sinks is not None:
+            reason = "it has no attention sinks"
         if reason is None:
             return one_pass(q_absorbed, call)
         say(reason)

@@ -374,4 +374,4 @@ def decode_absorbed(
     )
     out = jax.ShapeDtypeStruct((batch, heads, value_width), pool.dtype)
     z, *partial = launch(plan, pool.dtype, count, operands, [out, *partial_shapes(work, heads, value_width)])
-    return join_pieces(work, (z,), partial, interpret=interpret)[0]
+    return join_pieces(work, (z,), partial, None, interpret=interpret)[0]

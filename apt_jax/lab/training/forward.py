@@ -21,7 +21,7 @@ from jaxtyping import Float, Int32
 
 from apt_jax.models.attention import grow_queries, head_norm_scale, logit_modifiers
 from apt_jax.models.config import ModelConfig, RopeConfig
-from apt_jax.models.decoder import embed, logits, rotary_angles, route
+from apt_jax.models.decoder import embed, logits, mixed_biases, rotary_angles, route
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.step import apply_dense, apply_norm
 from apt_jax.ops.calls import LogitModifiers
@@ -91,7 +91,13 @@ def _attend_block(
     seen = distance <= 0
     if rules.window is not None:
         seen = seen & (distance > -rules.window)
-    weights = jax.nn.softmax(jnp.where(seen[None, None, :, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+    scores = jnp.where(seen[None, None, :, None], scores, -jnp.inf)
+    if rules.sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    else:
+        sinks = rules.sinks.astype(jnp.float32).reshape(1, k.shape[1], 1, -1, 1)
+        every = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+        weights = jax.nn.softmax(every, axis=-1)[..., :-1].astype(v.dtype)
     out = _product(weights.reshape(*rows.shape[:3], -1), v.swapaxes(2, 3))
     return out.astype(q.dtype).reshape(q.shape)
 
@@ -142,13 +148,17 @@ def _self_attention(
     v = project(p.wv, p.bv, None, turns=False)
     if config.query_growth is not None:
         q = grow_queries(q.reshape(x.shape[0], -1), positions, config.query_growth).reshape(q.shape)
-    heads = _attend(q, k, v, config.scale, logit_modifiers(config, layer))
+    heads = _attend(q, k, v, config.scale, logit_modifiers(config, layer, sinks=p.sinks))
     return apply_dense(heads.reshape(x.shape[0], -1), p.wo.reshape(p.wo.shape[0], -1), p.bo, _dense)
 
 
 def _feed_forward(x: Float[Array, "BT D"], p: LayerParams, config: ModelConfig) -> Float[Array, "BT D"]:
     if p.experts is not None:
-        out = experts(x, *route(x, p.experts, config), p.experts, config.activation)
+        assert config.experts is not None
+        ids, weights = route(x, p.experts, config)
+        out = experts(x, ids, weights, p.experts, config.activation, clamp=config.experts.clamp)
+        if p.experts.b_down is not None:
+            out = out + mixed_biases(ids, weights, p.experts.b_down)
         if p.experts.shared_gate is None:
             return out
         shared = _feed_forward(x, dataclasses.replace(p, experts=None), config)

@@ -86,7 +86,7 @@ def _experts(fields: Mapping[str, Any], num_shared: int, **given: Any) -> Expert
     get = ConfigFields(fields)
     size = get.positive("moe_intermediate_size", given["size"])
     shared = get.positive("n_shared_experts", num_shared)
-    read = dict(
+    read: dict[str, Any] = dict(
         num_experts=get.positive(
             get.named("n_routed_experts", "num_experts", "num_local_experts"), given["num_experts"]
         ),

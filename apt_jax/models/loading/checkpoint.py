@@ -316,7 +316,7 @@ class SafetensorsCheckpoint:
                 if piece is None:
                     raise ModelLoadError(f"{path}: was truncated while it was being read (at {name!r:.80})")
                 done += piece.size
-                yield piece.view(_WEIGHT_DTYPES[info.dtype])
+                yield piece if info.dtype == "U8" else piece.view(_WEIGHT_DTYPES[info.dtype])
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
 

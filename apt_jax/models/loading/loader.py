@@ -43,6 +43,7 @@ from apt_jax.models.loading.checkpoint import (
     read_json,
 )
 from apt_jax.models.loading.gguf.model import GgufCheckpoint, open_gguf
+from apt_jax.models.loading.mxfp4 import Mxfp4Checkpoint
 from apt_jax.models.loading.orbax_format import DTYPES, OrbaxCheckpoint
 from apt_jax.models.loading.resolve import (
     ModelFormat,
@@ -109,7 +110,8 @@ def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator
             yield checkpoint
     else:
         with open_checkpoint(path, allow_pickle=load_format == "pt") as checkpoint:
-            yield checkpoint
+            packed = any(name.endswith(("_blocks", "_scales")) for name in checkpoint.tensors)
+            yield Mxfp4Checkpoint(checkpoint, path) if packed else checkpoint
 
 
 def _eos_token_ids(path: Path | None, config: ModelConfig, fields: Mapping[str, Any]) -> tuple[int, ...]:

@@ -183,7 +183,9 @@ def read_model_config(fields: Mapping[str, Any], max_len: int | None = None) -> 
         ModelLoadError: the architecture is unknown, a value is missing or impossible, or a feature is not implemented.
     """
     family = _family(fields)
-    if fields.get("quantization_config") is not None:
+    quantization = fields.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if quantization is not None and method not in family.quantizations:
         raise ModelLoadError("config.json: quantization_config is set, and quantised checkpoints are not supported")
     check_fields(family.fields, fields, family.name)
     try:
