@@ -53,6 +53,8 @@ class CacheKindInfo:
     mode: HiddenMode
     hybrid: bool
     """True if `--cache hybrid` offers both kinds; otherwise hybrid means KV."""
+    latent: bool
+    """True if latents are cached, which `--cache hybrid` does without a choice."""
     refusal: str | None
     """Reason why the hidden kind is not offered; None: it is offered."""
     break_even_tokens: float | None
@@ -66,7 +68,7 @@ class CacheKindInfo:
 
 def cache_kind_info(model: str, config: ModelConfig) -> CacheKindInfo:
     """The table row of one model."""
-    n, d, e, layers = config.num_heads, config.hidden_size, config.lane, config.num_layers
+    n, d, e, layers = config.num_heads, config.input_width, config.lane, config.num_layers
     mode = config.hidden_mode
     kv_s = max(2 * e * ITEMSIZE / BANDWIDTH_BYTES_S, 4 * n * config.head_dim / MATMUL_FLOP_S)
     if mode == "refused":
@@ -84,9 +86,10 @@ def cache_kind_info(model: str, config: ModelConfig) -> CacheKindInfo:
         kv_bytes=2 * e * layers * ITEMSIZE,
         hidden_bytes=d * layers * ITEMSIZE,
         hidden_ratio=config.hidden_ratio,
-        pool_ratio=None if mode == "refused" else BLOCK_SIZE / (2 * inputs),
+        pool_ratio=None if mode == "refused" else BLOCK_SIZE / (2 * inputs) * config.pool_lane(kv=False) / e,
         mode=mode,
         hybrid=config.offers_hybrid,
+        latent=config.latent is not None,
         refusal=config.hidden_refusal,
         break_even_tokens=4 * n * d / (2 * e - d) if mode == "absorb" else None,
         time_ratio=ratio,
@@ -109,7 +112,8 @@ def markdown(rows: Iterable[CacheKindInfo]) -> str:
         if row.refusal is not None:
             refused.append(f"{row.model} ({row.hidden_ratio:.4g})")
             continue
-        what = ATTENTION[row.mode] + ("" if row.hybrid else "; only with `--cache hidden`")
+        what = "latents, absorbed" if row.latent else ATTENTION[row.mode]
+        what += "" if row.hybrid or row.latent else "; only with `--cache hidden`"
         even = "" if row.break_even_tokens is None else f"{row.break_even_tokens:.0f}"
         time = "" if row.time_ratio is None else f"{row.time_ratio:.2g}"
         lines.append(f"| {row.model} | {row.kv_bytes / 1024:.4g} | {row.pool_ratio:.3g} | {what} | {even} | {time} |")

@@ -17,10 +17,11 @@ from jaxtyping import Float, Int32
 
 from apt_jax.models.config import AttentionShape, ModelConfig, QueryGrowth, RopeConfig
 from apt_jax.models.lora import adapted, adapter_of
-from apt_jax.models.params import LayerParams
+from apt_jax.models.params import LatentParams, LayerParams
 from apt_jax.models.sharding import TensorParallel
 from apt_jax.models.step import (
     DecoderBatch,
+    Product,
     StepOptions,
     apply_dense,
     flatten_inputs,
@@ -105,7 +106,10 @@ def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Flo
     """Write the cache of all tokens of a step to the pool and compute their attention; return the attention output
     before the output projection, and the updated pool."""
     b, t, width = a.options.num_decode, x.shape[0], a.shape.row_width
-    of_queries, inputs = (x, x) if a.config.latent is None else _latents(a, x)
+    of_queries = inputs = x
+    if a.params.latent is not None:
+        assert a.cos_sin is not None
+        of_queries, inputs = latents(x, a.params.latent, a.cos_sin, a.config, a.options.ops.dense)
     q, k, v = _project_step(a, of_queries, inputs)
     q = q.reshape(t, -1, width)
     pool = _write_cache(a, pool, inputs, k, v)
@@ -137,25 +141,21 @@ def logit_modifiers(
 # ---- projection to q, k and v
 
 
-def _latents(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Float[Array, "T Q"], Float[Array, "T I"]]:
+def latents(
+    x: Float[Array, "T D"], p: LatentParams, cos_sin: _CosSin, config: ModelConfig, product: Product
+) -> tuple[Float[Array, "T Q"], Float[Array, "T I"]]:
     """Return the inputs of the projection to queries, and the latents [c; k_r], in the dtype of x."""
-    p, product, latent = a.params.latent, a.options.ops.dense, a.config.latent
-    assert p is not None
-    assert latent is not None
-    assert a.cos_sin is not None
-    of_queries = x
-    if p.w_query is not None:
-        of_queries = _latent_norm(apply_dense(x, p.w_query, None, product), p.query_norm, a.config).astype(x.dtype)
-    out = apply_dense(x, p.w, None, product)
-    c = _latent_norm(out[:, : latent.rank], p.norm, a.config)
-    key = apply_rope(out[:, None, latent.rank :], *a.cos_sin)[:, 0]
-    return of_queries, jnp.concatenate([c, key], axis=1).astype(x.dtype)
-
-
-def _latent_norm(x: Float[Array, "T C"], norm: NormParams | None, config: ModelConfig) -> Float[Array, "T C"]:
-    assert norm is not None
     assert config.latent is not None
-    return rms_norm_heads(x[:, None], norm.scale, config.latent.norm_eps)[:, 0]
+    rank, eps, queries = config.latent.rank, config.latent.norm_eps, x
+
+    def normed(out: Array, norm: NormParams) -> Array:
+        return rms_norm_heads(out[:, None], norm.scale, eps)[:, 0].astype(x.dtype)
+
+    if p.query_norm is not None:
+        queries = normed(apply_dense(x, p.w_query, None, product), p.query_norm)
+    out = apply_dense(x, p.w, None, product)
+    key = apply_rope(out[:, None, rank:], *cos_sin)[:, 0].astype(x.dtype)
+    return queries, jnp.concatenate([normed(out[:, :rank], p.norm), key], axis=1)
 
 
 def _project_step(

@@ -24,6 +24,7 @@ from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 FAMILIES: dict[str, ModelConfig] = {
     **{name: MODELS[name] for name in ("opt", "bloom", "neox", "llama", "llama grouped", "qwen3", "gemma2", "gemma3")},
+    "latent": dataclasses.replace(MODELS["latent"], experts=None),
     "narrow inputs": dataclasses.replace(MODELS["llama"], hidden_size=48),
 }
 MAX_LEN, NUM_OUTPUTS = 64, 8
@@ -158,9 +159,8 @@ def test_a_batch_says_what_merged_weights_say(name, attention):
 
 
 @pytest.mark.in_turn(10, group="executors with models")
-@pytest.mark.parametrize("mode", ["kv", "hidden"])
-def test_one_kind_alone(mode):
-    name = "llama grouped" if mode == "kv" else "opt"
+@pytest.mark.parametrize(("name", "mode"), [("llama grouped", "kv"), ("opt", "hidden"), ("latent", "hidden")])
+def test_one_kind_alone(name, mode):
     executor = executor_of(name, mode=mode)
     said, _ = serve(executor, name, make_policy("fcfs"), (mode == "kv", mode == "hidden"))
     assert said == expected(name)

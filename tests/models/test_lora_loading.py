@@ -209,6 +209,6 @@ def test_every_family_has_places_for_adapters():
         config = family.model_config(next(iter(family.presets.values())), None)
         places = _places(family, dataclasses.replace(config, num_layers=1, layer_windows=()))
         fields_of_layer = {field for _, _, leaves in places.values() for layer, field, _ in leaves if layer == 0}
-        of_all = {"wq", "wk", "wv", "wo"}
+        of_all = {"wq", "wo"} | ({"wk", "wv"} if config.latent is None else set())
         dense = {"w_up", "w_down"} | ({"w_gate"} if config.gated else set())
         assert fields_of_layer == (of_all if config.experts is not None else of_all | dense)

@@ -12,7 +12,7 @@ from apt_jax.lab.reference_model import forward
 from apt_jax.models.params import dummy_params
 from tests.support.cases import cover
 from tests.support.paged_driver import CONFIG, PARAMS, Driver, few_programs, make_executor, reference_greedy
-from tests.support.parallel_cases import MODELS
+from tests.support.parallel_cases import MODELS, distinct_params
 
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
 FIRST = dataclasses.replace(PARAMS, layers=PARAMS.layers[:1])
@@ -80,6 +80,29 @@ def test_tokens_with_windows_and_soft_caps_equal_a_plain_forward_pass() -> None:
     driver.step({1: 11, 2: 5})
     for _ in range(4):
         driver.step({0: 1, 1: 1, 2: 1})
+    for slot, prompt in prompts.items():
+        generated = len(driver.tokens[slot]) - len(prompt)
+        assert driver.tokens[slot] == reference_greedy(prompt, generated, plain), slot
+
+
+@pytest.mark.in_turn(1)
+@pytest.mark.parametrize(
+    ("ops", "attention"), cover(CASES, [("triton-interpret", "absorb"), ("triton-interpret", "reproject")])
+)
+def test_tokens_of_latents_equal_a_plain_forward_pass(ops: str, attention: HiddenAttention) -> None:
+    """The pool holds no keys: its slots are as wide as latents, and values are narrower than keys."""
+    config = dataclasses.replace(MODELS["latent"], num_layers=1, experts=None)
+    params = distinct_params(config)
+    plain = jax.jit(lambda tokens: forward(params, tokens, config))
+    executor = make_executor(attention=attention, ops=ops, params=params, config=config)
+    assert executor.runner.pools[0].shape[2] == config.input_width
+    driver = Driver(few_programs(executor))
+    prompts = {0: [5, 6, 7], 1: list(range(10, 41))}
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt, HIDDEN)
+    driver.step({0: 3, 1: 20})
+    driver.step({0: 1, 1: 11})
+    driver.step({0: 1, 1: 1})
     for slot, prompt in prompts.items():
         generated = len(driver.tokens[slot]) - len(prompt)
         assert driver.tokens[slot] == reference_greedy(prompt, generated, plain), slot

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from apt_jax.models.config import ModelConfig, QueryGrowth
+from apt_jax.models.config import ModelConfig, QueryGrowth, RopeConfig
 from apt_jax.models.params import ModelParams, dummy_params
 from tests.support.parallel_cases import MODELS
 
@@ -28,6 +28,9 @@ CONFIGS: dict[str, ModelConfig] = {
     ),
     "gpt_oss": MODELS["gpt_oss"],
     "olmo2": MODELS["olmo2 grouped"],
+    "latent": dataclasses.replace(
+        MODELS["latent"], rope=RopeConfig(inv_freq=(1.0, 0.3, 0.1, 0.03), attention_factor=1.2)
+    ),
 }  # fmt: skip
 
 

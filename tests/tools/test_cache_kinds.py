@@ -48,11 +48,15 @@ def test_what_the_published_sizes_offer():
         "bloom-7b": (0.5, "absorb"),
         "mpt-7b": (0.5, "absorb"),
         "olmo-2-7b": (0.5, "v-absorb"),
+        "deepseek-v2-lite": (576 / 6144, "absorb"),
+        "minicpm3-4b": (288 / 7680, "absorb"),
     }
     for model, (ratio, mode) in expected.items():
         assert (facts[model].hidden_ratio, facts[model].mode) == (ratio, mode), model
         assert facts[model].hidden_bytes == ratio * facts[model].kv_bytes
     assert facts["opt-13b"].pool_ratio == 0.5
+    assert facts["deepseek-v2-lite"].hidden_bytes == 27 * (512 + 64) * 2
+    assert facts["deepseek-v2-lite"].pool_ratio == facts["deepseek-v2-lite"].hidden_ratio
     assert facts["gemma-7b"].pool_ratio == 16 / 42  # 21 layer inputs in a block of 16 keys
     assert facts["gemma-2-9b"].pool_ratio == 16 / 18
     assert facts["llama-3-8b"].pool_ratio is None

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from apt_jax.models.attention import grow_queries, head_norm_scale, logit_modifiers
+from apt_jax.models.attention import grow_queries, head_norm_scale, latents, logit_modifiers
 from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.decoder import embed, logits, mixed_biases, rotary_angles, route
 from apt_jax.models.params import LayerParams, ModelParams
@@ -72,12 +72,12 @@ def _dense(
 def _attend_block(
     q: Float[Array, "B K T G H"],
     k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    v: Float[Array, "B K S V"],
     *,
     first_query: int,
     scale: float,
     rules: LogitModifiers,
-) -> Float[Array, "B K T G H"]:
+) -> Float[Array, "B K T G V"]:
     """Compute attention of a block of queries; the first query is at position `first_query` of the keys. Attention
     weights are rounded to the dtype of the values."""
     rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
@@ -99,14 +99,14 @@ def _attend_block(
         every = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
         weights = jax.nn.softmax(every, axis=-1)[..., :-1].astype(v.dtype)
     out = _product(weights.reshape(*rows.shape[:3], -1), v.swapaxes(2, 3))
-    return out.astype(q.dtype).reshape(q.shape)
+    return out.astype(q.dtype).reshape(*q.shape[:4], -1)
 
 
 def _attend(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], scale: float, rules: Any
-) -> Float[Array, "B T NH"]:
+    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K V"], scale: float, rules: Any
+) -> Float[Array, "B T NV"]:
     """Compute causal attention of whole sequences; `rules`: the layer's `LogitModifiers`, or None."""
-    batch, length, num_heads, head_dim = q.shape
+    batch, length, _, head_dim = q.shape
     rules = LogitModifiers() if rules is None else rules
     q = q.reshape(batch, length, k.shape[2], -1, head_dim).swapaxes(1, 2)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -117,7 +117,7 @@ def _attend(
         first = 0 if rules.window is None else max(0, start - rules.window + 1)
         block = functools.partial(_attend_block, first_query=start - first, scale=scale, rules=rules)
         outs.append(jax.checkpoint(block)(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]))
-    return jnp.concatenate(outs, axis=2).swapaxes(1, 2).reshape(batch, length, num_heads * head_dim)
+    return jnp.concatenate(outs, axis=2).swapaxes(1, 2).reshape(batch, length, -1)
 
 
 def _self_attention(
@@ -132,7 +132,7 @@ def _self_attention(
     """Compute a layer's attention output in float32: each token attends to itself and to earlier tokens of its
     sequence, of `length` tokens."""
 
-    def project(w: Array, b: Array | None, norm: Array | None, *, turns: bool) -> Array:
+    def project(x: Array, w: Array, b: Array | None, norm: Array | None, *, turns: bool) -> Array:
         out = apply_dense(x, w.reshape(-1, w.shape[2]), None if b is None else b.reshape(-1), _dense)
         if config.clip_qkv is not None:
             out = jnp.clip(out, -config.clip_qkv, config.clip_qkv)
@@ -143,9 +143,13 @@ def _self_attention(
             out = apply_rope(out, *cos_sin)
         return out.astype(x.dtype).reshape(-1, length, *w.shape[:2])
 
-    q = project(p.wq, p.bq, head_norm_scale(p.q_norm, config), turns=True)
-    k = project(p.wk, p.bk, head_norm_scale(p.k_norm, config), turns=True)
-    v = project(p.wv, p.bv, None, turns=False)
+    of_queries = inputs = x
+    if p.latent is not None:
+        assert cos_sin is not None
+        of_queries, inputs = latents(x, p.latent, cos_sin, config, _dense)
+    q = project(of_queries, p.wq, p.bq, head_norm_scale(p.q_norm, config), turns=True)
+    k = project(inputs, p.wk, p.bk, head_norm_scale(p.k_norm, config), turns=p.latent is None)
+    v = project(inputs, p.wv, p.bv, None, turns=False)
     if config.query_growth is not None:
         q = grow_queries(q.reshape(x.shape[0], -1), positions, config.query_growth).reshape(q.shape)
     heads = _attend(q, k, v, config.scale, logit_modifiers(config, layer, sinks=p.sinks))
@@ -159,10 +163,10 @@ def _feed_forward(x: Float[Array, "BT D"], p: LayerParams, config: ModelConfig) 
         out = experts(x, ids, weights, p.experts, config.activation, clamp=config.experts.clamp)
         if p.experts.b_down is not None:
             out = out + mixed_biases(ids, weights, p.experts.b_down)
-        if p.experts.shared_gate is None:
+        if p.w_down is None:
             return out
-        shared = _feed_forward(x, dataclasses.replace(p, experts=None), config)
-        return out + jax.nn.sigmoid(_dense(x, p.experts.shared_gate)) * shared
+        shared, gate = _feed_forward(x, dataclasses.replace(p, experts=None), config), p.experts.shared_gate
+        return out + (shared if gate is None else jax.nn.sigmoid(_dense(x, gate)) * shared)
     if config.gated:
         gate = apply_dense(x, p.w_gate, p.b_gate, _dense, config.activation)
         up = (gate * apply_dense(x, p.w_up, p.b_up, _dense)).astype(x.dtype)
@@ -194,9 +198,9 @@ def _layer(
     if config.norm_placement == "post":
         h = normed(h + attention(h), p.attn_norm)
         return normed(h + feed_forward(h), p.ffn_norm)
-    after = h + normed(attention(normed(h, p.attn_norm)), p.attn_out_norm)
+    after = h + normed(attention(normed(h, p.attn_norm)), p.attn_out_norm) * config.residual_scale
     source = h if config.parallel else after
-    return after + normed(feed_forward(normed(source, p.ffn_norm)), p.ffn_out_norm)
+    return after + normed(feed_forward(normed(source, p.ffn_norm)), p.ffn_out_norm) * config.residual_scale
 
 
 def _rotation(rope: RopeConfig | None, positions: Int32[Array, " BT"]) -> tuple[Array, Array] | None:

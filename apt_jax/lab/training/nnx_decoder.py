@@ -11,7 +11,7 @@ from jaxtyping import Float, Int32
 from apt_jax.lab.training.forward import training_logits
 from apt_jax.lab.training.nnx_params import from_nnx
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.params import ModelParams
+from apt_jax.models.params import LatentParams, ModelParams
 from apt_jax.ops.weights import Experts, NormParams
 
 
@@ -25,8 +25,8 @@ class _Part(nnx.Module):
     def __init__(self, params: Any) -> None:
         for field in dataclasses.fields(params):
             value = getattr(params, field.name)
-            if isinstance(value, NormParams | Experts):
-                setattr(self, field.name, (Norm if isinstance(value, NormParams) else Mixture)(value))
+            if isinstance(value, NormParams | Experts | LatentParams):
+                setattr(self, field.name, _PARTS[type(value)](value))
             elif value is not None and not isinstance(value, tuple):
                 setattr(self, field.name, nnx.Param(value))
 
@@ -41,6 +41,13 @@ class Norm(_Part):
 
 class Mixture(_Part):
     """The parameters of a mixture of experts, under the names of `Experts`."""
+
+
+class Latent(_Part):
+    """The projections of latent attention, under the names of `LatentParams`."""
+
+
+_PARTS = {NormParams: Norm, Experts: Mixture, LatentParams: Latent}
 
 
 class Layer(_Part):
@@ -75,4 +82,4 @@ class Decoder(_Part):
         return training_logits(params, tokens, self.config, positions=positions, dtype=self.dtype, remat=self.remat)
 
 
-__all__ = ["Decoder", "Layer", "Mixture", "Norm"]
+__all__ = ["Decoder", "Latent", "Layer", "Mixture", "Norm"]

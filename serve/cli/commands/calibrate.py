@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         parts = build_engine(config, calibrate=False, progress=bars)
         executor = parts.executor
         assert isinstance(executor, JaxExecutor)
+        if args.describe and not executor.kinds_offered.kv:  # latents are cached in `hybrid`
+            raise CommandError("--describe needs the costs of the KV kind; use --cache kv")
         model = calibrate(executor, args.time, lambda done, total: bars("calibrating", done, total))
     finally:
         bars.close()
