@@ -1,14 +1,17 @@
 """Configurations of every family: what their fields mean, and that none of them ends in anything but one clear line."""
 
+import json
 import time
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
-from apt_jax.models import FAMILIES, PRESETS
+from apt_jax.models import FAMILIES, PRESETS, load_model
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import abstract_params, param_axes, param_names
 
@@ -186,6 +189,48 @@ def test_phi_4_mini_turns_96_lanes_of_128():
 def test_windows(architecture, fields, windows):
     config = read_model_config(_of(architecture, num_key_value_heads=2, **fields))[1]
     assert config.layer_windows == windows
+
+
+def test_glm_keeps_the_bias_of_its_router_in_float32_and_ignores_the_layer_that_predicts_more(tmp_path):
+    fields = LLAMA | {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 12, "eos_token_id": 2,
+    }  # fmt: skip
+    family, config = read_model_config(fields)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
+    sources = [
+        family.source(leaf, shape, config)
+        for leaf, shape in zip(jax.tree.leaves(param_names(config)), shapes, strict=True)
+    ]
+    rng = np.random.default_rng(0)
+    tensors: dict[str, np.ndarray] = {"model.layers.47.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    for source in sources:
+        for name in source.parts or (source.name,):
+            shape = source.shape[1:] if source.parts else source.shape
+            tensors[name if name == "lm_head.weight" else f"model.{name}"] = rng.standard_normal(shape, np.float32)
+    bias = np.float32(8) + rng.random(4, np.float32) / 64  # in bfloat16 all would be equal
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = bias
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    params = load_model(EngineConfig(model=str(tmp_path), dtype="bfloat16")).params
+    experts = params.layers[1].experts
+    assert experts is not None
+    np.testing.assert_array_equal(experts.router_bias, bias)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16", "float32"}
+    keys = np.asarray(params.layers[0].wk.astype(np.float32))
+    assert (keys[:, :4, 16:] == np.eye(4)).all()  # the rotary lanes of every head are those of the latent
+    assert not keys[:, :4, :16].any()
+    assert not keys[:, 4:, 16:].any()
+    with pytest.raises(ModelLoadError, match=r"quantization='int8' does not support .*--quantization"):
+        load_model(EngineConfig(model=str(tmp_path), quantization="int8"))
+
+
+def test_quantization_of_latent_attention_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(_of("MiniCPM3ForCausalLM", eos_token_id=2)))
+    with pytest.raises(
+        ModelLoadError, match=r"quantization='int8' does not support latent attention; .*--quantization"
+    ):
+        load_model(EngineConfig(model=str(tmp_path), load_format="dummy", quantization="int8"))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

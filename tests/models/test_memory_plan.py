@@ -118,6 +118,37 @@ def test_experts_are_cut_by_their_width_and_never_quantized():
 
 
 @pytest.mark.parametrize(
+    ("name", "of_latents", "of_keys"),
+    [
+        ("deepseek-v2-lite", 27 * (512 + 64) * 2, 27 * 2 * 16 * 192 * 2),
+        ("deepseek-v3", 61 * (512 + 64) * 2, 61 * 2 * 128 * 192 * 2),
+        ("glm-4.7-flash", 47 * (512 + 64) * 2, 47 * 2 * 20 * 256 * 2),
+        ("minicpm3-4b", 62 * (256 + 32) * 2, 62 * 2 * 40 * 96 * 2),
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_bytes_that_a_token_of_latent_attention_takes(name, of_latents, of_keys, devices):
+    model = read_model_config(PRESETS[name])[1]
+    given: dict[str, Any] = {"device_bytes": 2000 * GIB, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    one, two = (
+        memory_plan(model, "bfloat16", CacheConfig(mode=mode), num_devices=devices, **given)
+        for mode in ("hybrid", "kv")
+    )
+    assert one.tokens == {"hidden": one.num_blocks * 16}
+    assert one.pool_bytes * devices == one.num_blocks * 16 * of_latents
+    assert two.tokens == {"kv": two.num_blocks // 2 * 16}
+    assert two.pool_bytes * devices == two.num_blocks * 8 * of_keys
+
+
+def test_latent_attention_is_never_quantized():
+    model = read_model_config(PRESETS["minicpm3-4b"])[1]
+    with pytest.raises(ConfigError, match="latent attention is not quantized; leave out --quantization"):
+        memory_plan(
+            model, "bfloat16", CacheConfig(), num_devices=1, int8=True, device_bytes=80 * GIB, max_num_seqs=8, max_num_batched_tokens=64
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("name", "active"), [("qwen3-30b-a3b", 3.35e9), ("mixtral-8x7b", 12.9e9), ("olmoe-1b-7b", 1.28e9)]
 )
 def test_active_parameters_are_those_that_were_published(name, active):

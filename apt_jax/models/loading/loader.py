@@ -424,11 +424,12 @@ def _load_params(
                 last, last_name = None, None
                 arrays[leaf.leaf] = _put(_stacked(checkpoint, leaf, dtype, path, bar), where)
                 continue
-            array = _restored(checkpoint, leaf, dtype, path, where)
+            own_dtype = leaf_dtype(leaf.leaf, dtype)
+            array = _restored(checkpoint, leaf, own_dtype, path, where)
             if array is None:
                 if leaf.stored != last_name:  # parts of one tensor come one after another
                     last = None  # free the previous tensor first
-                    last = read_cast(checkpoint, leaf.stored, leaf_dtype(leaf.leaf, dtype), path)
+                    last = read_cast(checkpoint, leaf.stored, own_dtype, path)
                     last_name = leaf.stored
                     bar.update(checkpoint.tensors[leaf.stored].num_bytes)
                 assert last is not None
