@@ -150,19 +150,18 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             bias=only_if(config.norm_bias, f"{name}.bias", (d,), ("embed",)),
         )
 
+    def latent_norm(name: str, width: int) -> NormParams:
+        return NormParams(scale=leaf(f"{name}.scale", (width,), ("latent",)), bias=None)
+
     def latent(p: str) -> LatentParams | None:
         if config.latent is None:
             return None
         c, q = config.latent.rank, config.latent.query_rank
-
-        def scale(name: str, width: int) -> NormParams:
-            return NormParams(scale=leaf(f"{p}{name}.scale", (width,), ("latent",)), bias=None)
-
         return LatentParams(
             w=leaf(p + "w", (config.input_width, d), ("latent", "embed")),
-            norm=scale("norm", c),
+            norm=latent_norm(p + "norm", c),
             w_query=None if q is None else leaf(p + "w_query", (q, d), ("latent", "embed")),
-            query_norm=None if q is None else scale("query_norm", q),
+            query_norm=None if q is None else latent_norm(p + "query_norm", q),
         )
 
     def head_norm(name: str, heads: int, h: int, axis: str) -> Any:

@@ -85,13 +85,13 @@ class TensorParallel:
 
 def sizes_that_fit(config: ModelConfig) -> list[int]:
     """Return the numbers of devices that the model can be sharded over."""
-    key_heads = _key_heads(config)
+    key_heads, widths = _key_heads(config), config.ffn_sizes
     return [
         t
         for t in range(1, config.num_heads + 1)
         if config.num_heads % t == 0
         and all(k % t == 0 or t % k == 0 for k in key_heads)
-        and all(f % t == 0 for f in config.ffn_sizes)
+        and all(f % t == 0 for f in widths)
     ]
 
 
@@ -221,6 +221,7 @@ def _is_projection(name: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _specs_by_name(config: ModelConfig, size: int, by_feature: bool) -> dict[str, P]:
+    check_size(config, size)
     names = jax.tree.leaves(param_names(config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
     axes = jax.tree.leaves(
@@ -239,7 +240,6 @@ def leaf_spec(config: ModelConfig, size: int, name: str, *, by_feature: bool = F
     Raises:
         ConfigError: the model cannot be sharded.
     """
-    check_size(config, size)
     return _specs_by_name(config, size, by_feature)[name] if size > 1 else P()
 
 

@@ -5,6 +5,7 @@ rotated lanes come first, and lanes i and i + R / 2 are a pair: queries and keys
 so scores stay the same.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -161,10 +162,31 @@ def glm_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelCo
     )  # fmt: skip
 
 
-def _pairs_apart(lanes: np.ndarray, axis: int) -> np.ndarray:
-    """Return lanes (x0, x1, x2, ...) in the order (x0, x2, ..., x1, x3, ...)."""
+def _rotary(lanes: np.ndarray, axis: int, interleaved: bool) -> np.ndarray:
+    """Return rotary lanes in the order of the decoder: of a checkpoint with interleaved pairs (x0, x2, ..., x1, x3, ...)."""
     size = lanes.shape[axis]
-    return np.take(lanes, [*range(0, size, 2), *range(1, size, 2)], axis)
+    return np.take(lanes, [*range(0, size, 2), *range(1, size, 2)], axis) if interleaved else lanes
+
+
+def _queries(interleaved: bool, config: ModelConfig, nope: int, tensor: np.ndarray) -> np.ndarray:
+    by_head = tensor.reshape(config.num_heads, config.head_dim, -1)
+    return np.concatenate([_rotary(by_head[:, nope:], 1, interleaved), by_head[:, :nope]], axis=1)
+
+
+def _inputs(interleaved: bool, rank: int, tensor: np.ndarray) -> np.ndarray:
+    return np.concatenate([tensor[:rank], _rotary(tensor[rank:], 0, interleaved)])
+
+
+def _keys_or_values(which: str, heads: int, nope: int, turned: int, tensor: np.ndarray) -> np.ndarray:
+    """Return W_k or W_v: projections from latents [c; k_r], of which a checkpoint stores those from c."""
+    rank = tensor.shape[1]
+    by_head = tensor.reshape(heads, -1, rank)
+    if which == "wv":
+        return np.pad(by_head[:, nope:], ((0, 0), (0, 0), (0, turned)))
+    out = np.zeros((heads, turned + nope, rank + turned), tensor.dtype)
+    out[:, :turned, rank:] = np.eye(turned, dtype=tensor.dtype)
+    out[:, turned:, :rank] = by_head[:, :nope]
+    return out
 
 
 def latent_source(leaf: str, shape: tuple[int, ...], config: ModelConfig, *, interleaved: bool = True) -> Source:
@@ -174,41 +196,20 @@ def latent_source(leaf: str, shape: tuple[int, ...], config: ModelConfig, *, int
         interleaved: True if the checkpoint rotates neighbouring lanes.
     """
     field, index = split_leaf(leaf)
-    latent, rope = config.latent, config.rope
+    latent, heads, prefix = config.latent, config.num_heads, f"layers.{index}.self_attn."
     assert latent is not None
-    assert rope is not None
-    heads, turned, rank, prefix = config.num_heads, rope.rotary_dim, latent.rank, f"layers.{index}.self_attn."
+    turned = config.input_width - latent.rank
     nope = config.head_dim - turned
-
-    def rotary(lanes: np.ndarray, axis: int) -> np.ndarray:
-        return _pairs_apart(lanes, axis) if interleaved else lanes
-
-    def query(tensor: np.ndarray) -> np.ndarray:
-        by_head = tensor.reshape(heads, config.head_dim, -1)
-        return np.concatenate([rotary(by_head[:, nope:], 1), by_head[:, :nope]], axis=1)
-
-    def inputs(tensor: np.ndarray) -> np.ndarray:
-        return np.concatenate([tensor[:rank], rotary(tensor[rank:], 0)])
-
-    def keys(tensor: np.ndarray) -> np.ndarray:
-        by_head = tensor.reshape(heads, nope + latent.value_dim, rank)
-        out = np.zeros((heads, config.head_dim, rank + turned), tensor.dtype)
-        out[:, :turned, rank:] = np.eye(turned, dtype=tensor.dtype)
-        out[:, turned:, :rank] = by_head[:, :nope]
-        return out
-
-    def values(tensor: np.ndarray) -> np.ndarray:
-        by_head = tensor.reshape(heads, nope + latent.value_dim, rank)
-        return np.pad(by_head[:, nope:], ((0, 0), (0, 0), (0, turned)))
-
-    of_heads = (heads * (nope + latent.value_dim), rank)
     if field == "wq":
         name = "q_proj" if latent.query_rank is None else "q_b_proj"
-        return Source(f"{prefix}{name}.weight", (heads * config.head_dim, shape[2]), query)
+        take = functools.partial(_queries, interleaved, config, nope)
+        return Source(f"{prefix}{name}.weight", (heads * config.head_dim, shape[2]), take)
     if field == "latent.w":
-        return Source(prefix + "kv_a_proj_with_mqa.weight", shape, inputs)
+        take = functools.partial(_inputs, interleaved, latent.rank)
+        return Source(prefix + "kv_a_proj_with_mqa.weight", shape, take)
     if field in ("wk", "wv"):
-        return Source(prefix + "kv_b_proj.weight", of_heads, keys if field == "wk" else values)
+        take = functools.partial(_keys_or_values, field, heads, nope, turned)
+        return Source(prefix + "kv_b_proj.weight", (heads * (nope + latent.value_dim), latent.rank), take)
     is_sparse = index is not None and config.experts_of(int(index)) is not None
     return whole(leaf, shape, TOP_LEVEL, {**_IN_LAYER, **(_SHARED if is_sparse else {})}, "layers.{}.")
 
