@@ -85,6 +85,9 @@ def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
         thought = _reasoning(f"[{number}]", message)
         if thought is not None:
             made["reasoning_content"] = thought
+            # gpt-oss: without the reasoning before a call, the model does not know what it called for.
+            if calls and not content and ".thinking" in template:
+                made["thinking"] = thought
         if calls:
             made["tool_calls"] = calls
         checked.append(made)

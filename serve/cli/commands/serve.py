@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
-        help="parser that separates reasoning from the answer; auto: chosen by the model's chat template; deepseek_r1: outputs begin with reasoning; none: reasoning stays in the text",
+        help="parser that separates reasoning from the answer; auto: chosen by the model's chat template; deepseek_r1: outputs begin with reasoning; harmony: channels of gpt-oss, calls included; none: reasoning stays in the text",
     )  # fmt: skip
     group.add_argument(
         "--store-responses", type=options.natural, metavar="N", default=0,

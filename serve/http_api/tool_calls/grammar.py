@@ -17,6 +17,7 @@ from apt_jax.structured.json_schema import closed, exact_schema
 from apt_jax.text.tokenizer import Tokenizer
 from serve.http_api.tool_calls.definitions import Function
 from serve.http_api.tool_calls.forms import CallForm
+from serve.http_api.tool_calls.harmony import AFTER_ANALYSIS, ANALYSIS, ARGUMENTS, CALL, FINAL
 from serve.http_api.tool_calls.reasoning import CLOSING, OPENING
 
 _WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -86,7 +87,33 @@ def calls_grammar(
         else:
             rules.append("output: calls")
         rules += _sequence(form, literal, max_calls)
-    return "\n".join([*rules, *_function_rules(form, functions, literal)]) + "\n"
+    return "\n".join([*rules, *_function_rules(form.middle, functions, literal)]) + "\n"
+
+
+def harmony_grammar(functions: Sequence[Function], literal: Literal, *, answer: str | None, only_calls: bool) -> str:
+    """Return the grammar for harmony: an analysis, which may be left out, followed by one call or by the final message.
+
+    Args:
+        functions: functions that may be called; empty: no calls.
+        literal: function from `literals_of`.
+        answer: rules from `answer_rules` for the final message; None: any text.
+        only_calls: there is no final message.
+    """
+    after = literal(AFTER_ANALYSIS)
+    if after.startswith('"'):
+        text = re.escape(AFTER_ANALYSIS).replace("/", r"\/")
+        rules = [f"thought: {literal(ANALYSIS)} closed", f"closed[lazy]: /{_ANY}{text}/"]
+    else:
+        rules = [f"thought: {literal(ANALYSIS)} THOUGHT {after}", f"THOUGHT: /{_ANY}/"]
+    outputs = []
+    if functions:
+        outputs.append("call")
+        rules += [f"call: {literal(CALL)} function", *_function_rules(ARGUMENTS, functions, literal)]
+    if not only_calls:
+        outputs.append("final")
+        rules.append(f"final: {literal(FINAL)} {_FREE if answer is None else 'answer'}")
+        rules.append(f"{_FREE}: /{_ANY}/" if answer is None else answer)
+    return "\n".join([f"start: thought? output\noutput: {' | '.join(outputs)}", *rules]) + "\n"
 
 
 def answer_grammar(answer: str, literal: Literal, reasoning: str) -> str:
@@ -183,11 +210,11 @@ def _marked(form: CallForm, literal: Literal, max_calls: int, reasoning: str | N
     return rules
 
 
-def _function_rules(form: CallForm, functions: Sequence[Function], literal: Literal) -> list[str]:
+def _function_rules(middle: str, functions: Sequence[Function], literal: Literal) -> list[str]:
     rules = [f"function: {' | '.join(f'function_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         schema = _arguments_schema(function)
-        rules.append(f"function_{number}: {literal(function.name + form.middle)} %json {json.dumps(schema)}")
+        rules.append(f"function_{number}: {literal(function.name + middle)} %json {json.dumps(schema)}")
     return rules
 
 

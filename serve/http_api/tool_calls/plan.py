@@ -10,11 +10,19 @@ from apt_jax.request import StructuredOutputsParams
 from apt_jax.validation.structured import checked_structured_outputs
 from serve.http_api.constraint_fields import RESPONSE_FORMAT, Constraint
 from serve.http_api.tool_calls.constrained import ConstrainedCalls
-from serve.http_api.tool_calls.definitions import ToolSet
+from serve.http_api.tool_calls.definitions import NO_TOOLS, ToolSet
 from serve.http_api.tool_calls.distinct import DistinctCalls
 from serve.http_api.tool_calls.events import CallStart, OutputEvent, OutputParser, PlainText
 from serve.http_api.tool_calls.forms import JSON_FORM, CallForm, form_of
-from serve.http_api.tool_calls.grammar import answer_grammar, answer_rules, calls_grammar, literals_of
+from serve.http_api.tool_calls.grammar import (
+    Literal,
+    answer_grammar,
+    answer_rules,
+    calls_grammar,
+    harmony_grammar,
+    literals_of,
+)
+from serve.http_api.tool_calls.harmony import HarmonyOutput
 from serve.http_api.tool_calls.reasoning import (
     CLOSING,
     OPENING,
@@ -70,7 +78,6 @@ def plan_output(
     template, tokenizer = parts.chat_template, parts.tokenizer
     assert tokenizer is not None  # there is a prompt
     source = "" if template is None else template.source_for(tools.definitions is not None)
-    reasoning = _reasoning(parts, source, prompt_token_ids, continues)
     form = form_of(parts.config.tool_call_parser, source) if tools.functions else None
     if tools.mode == "required":
         form = form or JSON_FORM
@@ -80,6 +87,11 @@ def plan_output(
     constraint = None if asked is None else asked.value
     literal = literals_of(tokenizer)
     answer = None if constraint is None else answer_rules(_checked(constraint))
+    if reasoning_parser_of(parts.config.reasoning_parser, source) == "harmony":
+        if constraint is not None and answer is None:
+            raise _no_grammar()
+        return _harmony(NO_TOOLS if form is None else tools, answer, literal, continues=continues)
+    reasoning = _reasoning(parts, source, prompt_token_ids, continues)
     fields: dict[str, Any] = {}
     marks = [OPENING, CLOSING] if reasoning else []
     make_inner: Callable[[], OutputParser] = PlainText
@@ -111,10 +123,7 @@ def plan_output(
             )
     if reasoning is not None and constraint is not None and not constrains:
         if answer is None:
-            raise InvalidRequestError(
-                "structured_outputs",
-                "a grammar cannot follow the model's reasoning; use a JSON schema, or start the server with --reasoning-parser none",
-            )
+            raise _no_grammar()
         fields["structured_outputs"] = {"grammar": answer_grammar(answer, literal, reasoning)}
     if tokenizer.special_pattern is not None and any(map(tokenizer.special_pattern.search, marks)):
         fields["skip_special_tokens"] = False
@@ -124,6 +133,32 @@ def plan_output(
     return OutputPlan(
         fields=fields,
         parser=parser,
+        is_plain=False,
+        only_calls=tools.mode == "required",
+        constrains_calls=constrains,
+        custom_tools=frozenset(function.name for function in tools.functions if function.is_custom),
+    )
+
+
+def _no_grammar() -> InvalidRequestError:
+    return InvalidRequestError(
+        "structured_outputs",
+        "a grammar cannot follow the model's reasoning; use a JSON schema, or start the server with --reasoning-parser none",
+    )
+
+
+def _harmony(tools: ToolSet, answer: str | None, literal: Literal, *, continues: bool) -> OutputPlan:
+    """Return the plan for outputs in channels. A model ends its output after a call, so there is one call at most."""
+    fields: dict[str, Any] = {"skip_special_tokens": False}
+    constrains = bool(tools.functions) and not continues and (answer is not None or _needs_grammar(tools))
+    if not continues and (constrains or answer is not None):
+        only_calls = tools.mode == "required"
+        grammar = harmony_grammar(tools.functions, literal, answer=answer, only_calls=only_calls)
+        fields["structured_outputs"] = {"grammar": grammar}
+    max_calls = min(1, len(tools.functions)) if constrains else tools.max_calls if tools.functions else 0
+    return OutputPlan(
+        fields=fields,
+        parser=lambda: HarmonyOutput(max_calls, constrained=constrains, in_content=continues),
         is_plain=False,
         only_calls=tools.mode == "required",
         constrains_calls=constrains,

@@ -3,7 +3,7 @@
 from serve.http_api.tool_calls.events import OutputEvent, OutputParser, ReasoningText
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, held_len, space_len
 
-PARSERS = ("think", "deepseek_r1")
+PARSERS = ("think", "deepseek_r1", "harmony")
 """Values of `--reasoning-parser` that name a parser. The other values are ``auto`` and ``none``."""
 OPENING = "<think>"
 CLOSING = "</think>"
@@ -16,6 +16,8 @@ def reasoning_parser_of(parser: str, template: str) -> str | None:
         parser: one of `PARSERS`, ``auto`` to choose by the chat template, or ``none``.
         template: text of the chat template; empty if there is none.
     """
+    if parser == "auto" and "<|channel|>" in template and "<|message|>" in template:
+        return "harmony"
     if parser == "auto":
         return "think" if CLOSING in template or OPENING in template else None
     return None if parser == "none" else parser

@@ -151,6 +151,11 @@ def test_strict_functions_are_constrained_where_the_model_calls():
 
 
 REASONING = QWEN + "{# <think> </think> #}"
+CHANNELS = QWEN + "{# <|channel|>analysis<|message|> #}"
+IN_CHANNELS = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look.<|end|><|start|>assistant"
+    '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
+)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +167,9 @@ REASONING = QWEN + "{# <think> </think> #}"
         (REASONING + "<think>\n\n</think>\n\n", "auto", "<think>a</think>", ("<think>a</think>", "", 0)),
         (REASONING, "none", "<think>a</think>", ("<think>a</think>", "", 0)),
         (QWEN, "deepseek_r1", f"Hm.</think>{OUTPUT}", ("Look.", "Hm.", 1)),
+        (CHANNELS, "auto", IN_CHANNELS, ("Look.", "Hm.", 1)),
+        (QWEN, "harmony", IN_CHANNELS, ("Look.", "Hm.", 1)),
+        (CHANNELS, "none", "<|channel|>final<|message|>a", ("<|channel|>final<|message|>a", "", 0)),
     ],
 )
 def test_reasoning_is_a_field_of_its_own(template, reasoning_parser, text, want):
@@ -201,6 +209,46 @@ def test_effort_is_a_variable_of_the_template():
         assert text == f"{seen_effort}{MESSAGES[0]['content']}"
     assert made.chat_template is not None
     made.chat_template.close()
+
+
+def test_channels_are_constrained_and_continued():
+    made = parts(CHANNELS)
+    calls, choice = {"tools": [tool()], "tool_choice": "required"}, {"structured_outputs": {"choice": ["yes"]}}
+    for fields, rule in (
+        (calls, "output: call\n"),
+        (choice, "output: final\n"),
+        ({"tools": [tool()], **choice}, "output: call | final\n"),
+    ):
+        read = read_call(made, "chat", {"messages": MESSAGES, **fields}, {}, 0.0)
+        (request,) = read.requests
+        assert request.params.structured_outputs is not None
+        assert rule in str(request.params.structured_outputs.grammar)
+        assert request.params.skip_special_tokens is False
+        assert read.output.constrains_calls == ("tools" in fields)
+    (request,) = read_call(made, "chat", {"messages": MESSAGES, "tools": [tool()]}, {}, 0.0).requests
+    assert request.params.structured_outputs is None
+    with pytest.raises(InvalidRequestError, match="reasoning"):
+        read_call(made, "chat", {"messages": MESSAGES, **literally("x")}, {}, 0.0)
+    begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    body = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False, **choice}
+    read = read_call(made, "chat", body, {}, 0.0)
+    assert read.requests[0].params.structured_outputs.choice == ("yes",)
+    message = OpenAIMessage(read.output.parser())
+    message.push(" sunny.", True)
+    assert message.whole()["content"] == " sunny."
+    assert made.chat_template is not None
+    made.chat_template.close()
+
+
+def test_reasoning_before_calls_is_told_to_templates_that_name_it():
+    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    said = [*MESSAGES, {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}]
+    for name, want in (("thinking", "[][Hm.]"), ("other", "[][]")):
+        made = parts(f"{{% for m in messages %}}[{{{{ m.{name} }}}}]{{% endfor %}}")
+        assert made.tokenizer is not None
+        assert made.tokenizer.decode(made.chat_prompt(said)) == want
+        assert made.chat_template is not None
+        made.chat_template.close()
 
 
 def test_constraints_follow_reasoning_or_are_refused():

@@ -16,7 +16,7 @@ from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.definitions import Function
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText
 from serve.http_api.tool_calls.forms import PARSERS, form_of
-from serve.http_api.tool_calls.grammar import answer_grammar, answer_rules, calls_grammar, literals_of
+from serve.http_api.tool_calls.grammar import answer_grammar, answer_rules, calls_grammar, harmony_grammar, literals_of
 from tests.support.cases import num_cases
 from tests.support.random_schemas import random_schema
 
@@ -41,6 +41,7 @@ def tokenizer_of(*special: str) -> Tokenizer:
 
 BYTES = tokenizer_of()
 SPECIAL = tokenizer_of("[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<tool_call>", "</tool_call>")
+CHANNELS = tokenizer_of("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>")
 
 
 class Allows:
@@ -167,6 +168,31 @@ def test_other_constraints_begin_after_reasoning_or_stand_beside_calls(constrain
     assert beside(good) is True
     assert beside(HERMES) is True
     assert beside(bad) is None
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, CHANNELS], ids=["text", "special"])
+def test_channels(tokenizer):
+    thought = "<|channel|>analysis<|message|>Hm: {.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Paris"}'
+    final = "<|channel|>final<|message|>"
+
+    def allows(functions, constraint=None, **options):
+        answer = None if constraint is None else answer_rules(StructuredOutputsParams(**constraint))
+        given = {"answer": answer, "only_calls": False, **options}
+        return Allows(tokenizer, harmony_grammar(functions, literals_of(tokenizer), **given))
+
+    required = allows(FUNCTIONS, only_calls=True)
+    for before in ("", thought):
+        assert required(before + call) is True
+        assert required(before + final) is None
+        assert required(before + call.replace("city", "town")) is None
+        assert required(before + call.replace("functions.f", "functions.h")) is None
+        free = allows(FUNCTIONS)
+        assert free(before + call) is free(f"{before}{final}It is sunny.") is True
+        either, only = (allows(functions, {"choice": ["yes"]}) for functions in (FUNCTIONS, []))
+        assert either(before + call) is either(f"{before}{final}yes") is only(f"{before}{final}yes") is True
+        assert only(before + call) is either(f"{before}{final}no") is None
+    assert required("Plain") is None
 
 
 def test_a_grammar_of_ones_own_has_rules_that_are_not_combined():

@@ -12,6 +12,7 @@ from serve.http_api.tool_calls.distinct import DistinctCalls
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, PlainText, ReasoningText
 from serve.http_api.tool_calls.forms import PARSERS, form_of
 from serve.http_api.tool_calls.free_text import MAX_CALL_CHARS, MAX_FAILED
+from serve.http_api.tool_calls.harmony import HarmonyOutput
 from serve.http_api.tool_calls.openai_message import OpenAIMessage
 from serve.http_api.tool_calls.reasoning import ReasoningFirst
 from tests.support.cases import num_cases
@@ -100,13 +101,14 @@ def test_calls_are_found_and_nothing_else_is_lost(name, text, content, calls):
 
 
 PIECES = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>", "</think>", PARIS,
+    "<|channel|>", "analysis", "commentary to=functions.f", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>", "{}",
+    "<|channel|>final<|message|>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>", "</think>", PARIS,
     '{"name": "f", "parameters": {"a": [1, "}\\""]}}', "{", "}", "[", "]", '"', "\\", "\n", " ", " " * 70, ";", ",", "f", "é",
     '{"name": ', "null", "<tool", "[TOOL", "</",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*PARSERS, "reasoning", "constrained"])
+@pytest.mark.parametrize("name", [*PARSERS, "reasoning", "constrained", "harmony", "constrained harmony"])
 @pytest.mark.seeds
 def test_events_do_not_depend_on_pieces(name):
     for seed in range(num_cases(150, 4000)):
@@ -120,6 +122,8 @@ def test_events_do_not_depend_on_pieces(name):
             assert form is not None
             if name == "constrained":
                 return ConstrainedCalls(form, NAMES, single=False, free_text=True)
+            if name.endswith("harmony"):
+                return HarmonyOutput(2, constrained=name.startswith("constrained"), in_content=inside)
             return ReasoningFirst(inside, PlainText()) if name == "reasoning" else parser_of(name, 2)
 
         whole = read(make(), [text])
@@ -128,7 +132,7 @@ def test_events_do_not_depend_on_pieces(name):
         assert read(make(), pieces) == whole, text
         assert read(make(), [*text, ""]) == whole, text
         kept = "".join([whole[0], whole[1], *itertools.chain(*whole[2])])
-        if not whole[2] and name != "reasoning":
+        if not whole[2] and name != "reasoning" and not name.endswith("harmony"):
             cut_off = text.removeprefix(kept).strip() if name == "constrained" else ""
             assert kept == text or cut_off == "<tool_call>", text
 
@@ -159,6 +163,61 @@ def test_a_call_is_bounded():
 def test_reasoning_is_told_apart(inside, text, content, reasoning):
     for pieces in ([text], list(text)):
         assert read(ReasoningFirst(inside, PlainText()), pieces) == (content, reasoning, [])
+
+
+ANALYSIS = "<|channel|>analysis<|message|>User asks for the weather. Call get_weather.<|end|><|start|>assistant"
+TO_WEATHER = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+WEATHER = ("get_weather", '{"city": "Paris"}')
+HARMONY = {
+    # text: (content, reasoning, calls); outputs end before <|call|> and <|return|>, which end them
+    "<|channel|>final<|message|>It is sunny.": ("It is sunny.", "", []),
+    f"{ANALYSIS}<|channel|>final<|message|>Sunny.\n": ("Sunny.\n", "User asks for the weather. Call get_weather.", []),
+    f'{ANALYSIS}{TO_WEATHER}{{"city": "Paris"}}': ("", "User asks for the weather. Call get_weather.", [WEATHER]),
+    f'{ANALYSIS}{TO_WEATHER}{{"city": "Paris"}}<|call|>': ("", "User asks for the weather. Call get_weather.", [WEATHER]),
+    # the recipient as part of the role, and without the type of the arguments
+    '<|start|>assistant to=functions.get_weather<|channel|>commentary<|message|>{"city": "Paris"}': ("", "", [WEATHER]),
+    ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>': ("", "", [WEATHER]),
+    # a preamble, and calls one after another
+    f'<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{TO_WEATHER}{{"city": "Paris"}}<|call|><|start|>assistant'
+    '<|channel|>commentary to=functions.f<|message|>{}<|call|>': ("I look.", "", [WEATHER, ("f", "{}")]),
+    "<|channel|>commentary<|message|>One.<|end|><|start|>assistant<|channel|>final<|message|>Two.": ("One.\nTwo.", "", []),
+    # without the mark that ends the analysis
+    "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.<|return|>": ("Yes.", "Hm.", []),
+    # no calls: not JSON, of a built-in tool, beyond the limit
+    f"{TO_WEATHER}{{broken": ("{broken", "", []),
+    "<|channel|>analysis to=python code<|message|>print(1)<|call|>": ("", "print(1)", []),
+    "<|channel|>commentary to=functions.f<|message|>{}<|call|>" * 3: ("{}", "", [("f", "{}")] * 2),
+    # cut off, and without any header
+    "<|channel|>analysis<|message|>Hm": ("", "Hm", []),
+    "<|channel|>analy": ("", "", []),
+    f"{ANALYSIS}<|channel|>comm": ("", "User asks for the weather. Call get_weather.", []),
+    "Plain < text.": ("Plain < text.", "", []),
+    "": ("", "", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HARMONY)
+def test_harmony_cut_at_every_character(text):
+    want = HARMONY[text]
+    assert read(HarmonyOutput(2), [text]) == want
+    assert read(HarmonyOutput(2), [*text, ""]) == want
+    for at in range(len(text)):
+        assert read(HarmonyOutput(2), [text[:at], text[at:]]) == want, at
+    if "broken" not in text:
+        assert read(HarmonyOutput(2, constrained=True), [*text, ""]) == want
+
+
+def test_a_continued_answer_begins_within_its_text():
+    assert read(HarmonyOutput(2, in_content=True), [" sunny.<|end|>"]) == (" sunny.", "", [])
+
+
+def test_text_of_harmony_is_bounded():
+    head = "<|channel|>" + "x" * 300 + "<|message|>y"
+    assert read(HarmonyOutput(2), [head]) == read(HarmonyOutput(2), [*head, ""]) == (head, "", [])
+    long = '{"a": "' + "x" * MAX_CALL_CHARS + '"}'
+    text = f"{TO_WEATHER}{long}<|call|>"
+    assert read(HarmonyOutput(2), [text]) == (long, "", [])
+    assert read(HarmonyOutput(2), [text[i : i + 999] for i in range(0, len(text), 999)]) == (long, "", [])
 
 
 def test_constrained_arguments_come_as_they_are_written():
