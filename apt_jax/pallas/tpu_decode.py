@@ -196,7 +196,8 @@ def _kernel(
     tables_smem,  # (B * A * J,)
     ranges_smem,  # (B * J * 2,), or (1,) without slot ranges
     q_ref,  # (N, H), or (N, E) if head_dim is None
-    of_heads_ref,  # (N, 2): slopes and sinks
+    slopes_ref,  # (N, 1)
+    sinks_ref,  # (N, 1)
     *refs,  # A * G blocks (C, E); output (N, H) or (N, E); scratch m, l (N, 1), acc (N, E) and, with H, queries (N, E)
     sizes: _Sizes,
 ):
@@ -217,7 +218,7 @@ def _kernel(
     @pl.when(has_work & (tile == sizes.first_tile(length)))
     def _start():
         if sizes.with_sinks:
-            m_ref[...] = of_heads_ref[:, 1:]
+            m_ref[...] = sinks_ref[...]
             l_ref[...] = jnp.ones(l_ref.shape, jnp.float32)
         else:
             m_ref[...] = jnp.full(m_ref.shape, _MASKED, jnp.float32)
@@ -249,7 +250,7 @@ def _kernel(
         if sizes.softcap is not None:
             s = sizes.softcap * jnp.tanh(s / sizes.softcap)
         if sizes.with_slopes:
-            s = s + of_heads_ref[:, :1] * (position - (length - 1)).astype(jnp.float32)
+            s = s + slopes_ref[...] * (position - (length - 1)).astype(jnp.float32)
         s = jnp.where(own_scores, s, _MASKED)
         m_new = jnp.maximum(m_ref[...], jnp.max(s, axis=1, keepdims=True))
         p = jnp.where(own_scores, jnp.exp(s - m_new), 0.0)
@@ -303,8 +304,8 @@ def _decode(
     lens = jnp.where((index >= first) & (index < last), jnp.clip(call.lens, 0, call.capacity), 0)
     list_rows, list_tiles, counts = work_list(lens, sizes, cores)
     ranges = jnp.zeros(1, jnp.int32) if slot_ranges is None else slot_ranges.reshape(-1)
-    nothing = jnp.zeros(num_heads, jnp.float32)
-    of_heads = [nothing if a is None else a.astype(jnp.float32) for a in (rules.slopes, rules.sinks)]
+    nothing = jnp.zeros((num_heads, 1), jnp.float32)
+    of_heads = [nothing if a is None else a.astype(jnp.float32)[:, None] for a in (rules.slopes, rules.sinks)]
 
     def block(array: int, place: int) -> pl.BlockSpec:
         """Return the specification that fetches block `place` of an item's G blocks; past the end of the row, it
@@ -336,7 +337,7 @@ def _decode(
             grid=(cores, jnp.max(counts)),
             in_specs=[
                 pl.BlockSpec((None, num_heads, width), of_row),
-                pl.BlockSpec((num_heads, 2), lambda *_: (0, 0)),
+                *[pl.BlockSpec((num_heads, 1), lambda *_: (0, 0))] * 2,
                 *blocks,
             ],
             out_specs=pl.BlockSpec((None, num_heads, width), of_row),
@@ -357,7 +358,7 @@ def _decode(
         call.tables.reshape(-1),
         ranges,
         q,
-        jnp.stack(of_heads, axis=1),
+        *of_heads,
         *([pool] * len(blocks)),
     )
 

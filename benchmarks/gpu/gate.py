@@ -194,9 +194,9 @@ def kernel_cases() -> list[KernelCase]:
 
 
 _SMALL_SHAPES = ("opt-13b", "llama-2-7b")
-_MORE_SHAPES = ("llama-3-8b", "yi-6b", "mistral-7b", "phi-3", "gemma-2b", "gemma-2-9b")
+_MORE_SHAPES = ("llama-3-8b", "yi-6b", "mistral-7b", "phi-3", "gemma-2b", "gemma-2-9b", "gpt-oss")
 """Shapes that `prefill`, `decode_kv` and, where keys are not shared, `decode_v_absorbed` are compiled at beside those of
-all kernels: groups, a window, heads of 96 and 256, a soft cap."""
+all kernels: groups, a window, heads of 96 and 256, a soft cap, sinks."""
 
 
 _SHARDED_SHAPES = (("opt-30b", "2 GPUs"), ("opt-66b", "4 GPUs"))
@@ -366,7 +366,10 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
     bias = floats(k, h) if turned is None else None
     norm = KeyNorm(scale=floats(h), eps=1e-6) if case.variant == _NORMED else None
     projection = Projection(wk=floats(k, h, d), bk=bias, wv=floats(k, h, d), bv=bias, angles=turned, key_norm=norm)
-    rules = LogitModifiers(window=shape.window, softcap=shape.softcap) if shape.window or shape.softcap else None
+    rules = None
+    if shape.window or shape.softcap or shape.sinks:
+        sinks = floats(n) if shape.sinks else None
+        rules = LogitModifiers(window=shape.window, softcap=shape.softcap, sinks=sinks)
     ranges = ints(rows, table, 2) if case.variant == "shared blocks" else None
     devices = _Devices(shards) if shards > 1 else None
     op = getattr(ops, case.op)

@@ -16,6 +16,8 @@ class AttentionShape:
     window: int | None = None
     softcap: float | None = None
     """Soft cap of the scores, as in `calls.LogitModifiers`."""
+    sinks: bool = False
+    """True if heads have sinks."""
 
     @property
     def hidden_size(self) -> int:
@@ -48,6 +50,7 @@ PUBLISHED = {
         AttentionShape(name="phi-3", num_heads=32, num_kv_heads=32, head_dim=96, rotary_dim=96, window=2047),
         AttentionShape(name="gemma-2b", num_heads=8, num_kv_heads=1, head_dim=256, rotary_dim=256),
         AttentionShape(name="gemma-2-9b", num_heads=16, num_kv_heads=8, head_dim=256, rotary_dim=256, window=4096, softcap=50.0),
+        AttentionShape(name="gpt-oss", num_heads=64, num_kv_heads=8, head_dim=64, rotary_dim=64, window=128, sinks=True),
         AttentionShape(name="gpt-neox-20b", num_heads=64, num_kv_heads=64, head_dim=96, rotary_dim=24),
     )
 }  # fmt: skip

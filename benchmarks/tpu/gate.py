@@ -64,7 +64,7 @@ class TpuKernelCase:
     shape: str
     dtype: str
     variant: str = ""
-    """`shared blocks`: rows own ranges of slots; `rules`: window, soft cap and ALiBi slopes."""
+    """`shared blocks`: rows own ranges of slots; `rules`: window, soft cap, ALiBi slopes and sinks."""
 
     @property
     def name(self) -> str:
@@ -269,7 +269,8 @@ def op_of(case: TpuKernelCase, chip: str) -> Callable[..., Any]:
         if case.variant == "shared blocks":
             reads = dataclasses.replace(reads, slot_ranges=more[0])
         if case.variant == "rules":
-            reads = dataclasses.replace(reads, rules=LogitModifiers(softcap=50.0, slopes=more[0], window=1024))
+            rules = LogitModifiers(softcap=50.0, slopes=more[0], window=1024, sinks=more[0])
+            reads = dataclasses.replace(reads, rules=rules)
         return getattr(tpu_decode, case.op)(q, reads, cores=CHIPS[chip].cores)
 
     return call
