@@ -424,8 +424,8 @@ class ForgottenReference(_Caching):
     def tamper(self, tree):
         cache, attach = self.cache, self.cache.attach
 
-        def attach_uncounted(owner, nodes, kind):
-            ok = attach(owner, nodes, kind)
+        def attach_uncounted(owner, nodes, kind, windowed=()):
+            ok = attach(owner, nodes, kind, windowed)
             if ok:
                 cache.num_refs[nodes[0].block] -= 1
             return ok

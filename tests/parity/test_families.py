@@ -89,7 +89,7 @@ def test_the_paged_decoder(pair, attention) -> None:
         pytest.skip("no hidden kind: the other case covers it")
     alone = ours.config.supports_hidden and not ours.config.offers_hybrid
     executor = make_executor(
-        "hidden" if alone else "hybrid", params=ours.params, config=ours.config, attention=attention
+        "hidden" if alone else "hybrid", params=ours.params, config=ours.config, attention=attention, num_blocks=1000
     )
     assert executor.kinds_offered == (not alone, ours.config.supports_hidden)
     kinds = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]

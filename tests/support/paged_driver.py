@@ -95,9 +95,9 @@ class Driver:
         assert per_row >= 48
         spec = self.executor.plan.windows
         if spec is not None:  # positions that left the window may stay: they are not read
-            more = blocks[:24][None] + np.zeros((spec.blocks_per_group, 1), np.int64)
-            more = 1 + (more + np.arange(1, len(more) + 1)[:, None] * 401) % self.executor.num_blocks
-            self.table[slot] = np.concatenate([self.table[slot], more])
+            first = 1 + slot * 24 * (2 + spec.blocks_per_group)
+            self.table[slot] = first + np.arange(24 * (2 + spec.blocks_per_group)).reshape(-1, 24)
+            assert self.table[slot].max() <= self.executor.num_blocks
         self.tokens[slot], self.cached[slot], self.kind[slot] = list(prompt), 0, kind
 
     def step(
