@@ -33,7 +33,7 @@ class DecoderBatch:
     """Pool slot of the token's v; out of range for hidden requests and padding."""
     token_hidden: Bool[Array, " T"]
     decode_tables: Int32[Array, "B TABLES J"]
-    """Block tables of keys and of values, and those of each set of windowed layers (`LayerGroups`)."""
+    """Block tables of keys and of values, then of each set of windowed layers (`LayerGroups`)."""
     decode_lens: Int32[Array, " B"]
     """Number of positions that each row attends to, including its own; 0 for padding rows."""
     num_kv_rows: Int32[Array, ""]
