@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint_map import NORM_BUFFERS, ModelFamily, Source, split_leaf, whole
+from apt_jax.models.checkpoint_map import ModelFamily, Source, split_leaf, whole
 from apt_jax.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families.llama import IN_LAYER, TOP_LEVEL, base_config, preset, strip_prefix
@@ -266,7 +266,7 @@ V3 = ModelFamily(
     fields=_SIGMOID_FIELDS,
     source=latent_source,
     strip_prefix=strip_prefix,
-    ignored_tensors=re.compile(rf"{NORM_BUFFERS.pattern}|^layers\.61\."),  # predicts several tokens
+    ignored_tensors=re.compile(r"rotary_emb\.inv_freq$|^layers\.61\."),  # predicts several tokens
 )  # fmt: skip
 
 GLM = ModelFamily(
@@ -283,5 +283,5 @@ GLM = ModelFamily(
     fields=_SIGMOID_FIELDS.but("mlp_layer_types"),
     source=latent_source,
     strip_prefix=strip_prefix,
-    ignored_tensors=re.compile(rf"{NORM_BUFFERS.pattern}|^layers\.47\."),  # predicts several tokens
+    ignored_tensors=re.compile(r"rotary_emb\.inv_freq$|^layers\.47\."),  # predicts several tokens
 )  # fmt: skip
