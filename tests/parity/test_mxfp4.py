@@ -14,18 +14,17 @@ from tests.models.test_gpt_oss import FIELDS, V, packed_tensors, write
 _WHERE = "runs in the reference environment (make reference)"
 torch = pytest.importorskip("torch", reason=_WHERE)
 transformers = pytest.importorskip("transformers", reason=_WHERE)
+mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason=_WHERE)
 
 
 def _theirs(tensors: dict[str, np.ndarray]) -> Any:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     fields = {name: value for name, value in FIELDS.items() if name not in ("architectures", "quantization_config")}
     config = transformers.GptOssConfig(**fields, rope_theta=150_000.0)
     state = {name: torch.tensor(value) for name, value in tensors.items()}
     for name in [name for name in state if name.endswith("_blocks")]:
         base = name.removesuffix("_blocks")
         blocks, scales = state.pop(name), state.pop(base + "_scales")
-        state[base] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        state[base] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     model.load_state_dict(state)
     return model

@@ -232,7 +232,9 @@ def test_channels_are_constrained_and_continued():
     begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
     body = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False, **choice}
     read = read_call(made, "chat", body, {}, 0.0)
-    assert read.requests[0].params.structured_outputs.choice == ("yes",)
+    asked = read.requests[0].params.structured_outputs
+    assert asked is not None
+    assert asked.choice == ("yes",)
     message = OpenAIMessage(read.output.parser())
     message.push(" sunny.", True)
     assert message.whole()["content"] == " sunny."
