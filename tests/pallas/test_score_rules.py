@@ -262,3 +262,19 @@ def test_prefill_of_the_cpu_kernels_over_keys_and_values(name: str | None) -> No
     prefill = flat(attention_ops("cpu", "cpu").prefill)
     got = jax.jit(lambda *a: prefill(*a, block_size=C, with_hidden=False, rules=rules))(*args)
     np.testing.assert_allclose(got, expected_prefill(args, options), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])
+@pytest.mark.parametrize("name", RULES)
+def test_decode_of_the_cpu_kernels(name: str, op: str, dtype: str) -> None:
+    rng = np.random.default_rng(6)
+    slots, width, halves = (C, E, 2) if op == "decode_kv" else (INPUTS, D, 1)
+    pool, tables = _pool(rng, LENS, slots, width, halves)
+    q = _normal(rng, len(LENS), N, H if op == "decode_kv" else D)
+    tables = tables if op == "decode_kv" else tables[:, 0]
+    args = (q.astype(dtype), pool.astype(dtype), tables, jnp.asarray(LENS, jnp.int32))
+    kernel = flat(getattr(attention_ops("cpu", "cpu"), op), op)
+    got = jax.jit(lambda *a: kernel(*a, block_size=slots, rules=RULES[name]))(*args)
+    want = expected_decode(op, *args, block_size=slots, rules=RULES[name])
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2e-5 if dtype == "float32" else 3e-2, rtol=0)
