@@ -17,6 +17,7 @@ CONFIGS: dict[str, ModelConfig] = {
         attention_scale=0.2,
     ),
     "gemma3": MODELS["gemma3"],
+    "gemma4": MODELS["gemma4"],
     "qwen3": MODELS["qwen3"],
     "opt post-norm": dataclasses.replace(
         MODELS["opt"], norm_placement="post", final_norm=False, embedding_size=16, tie_embeddings=True

@@ -149,7 +149,8 @@ def _self_attention(
         of_queries, inputs = latents(x, p.latent, cos_sin, config, _dense)
     q = project(of_queries, p.wq, p.bq, head_norm_scale(p.q_norm, config), turns=True)
     k = project(inputs, p.wk, p.bk, head_norm_scale(p.k_norm, config), turns=p.latent is None)
-    v = project(inputs, p.wv, p.bv, None, turns=False)
+    unit = jnp.ones(p.wk.shape[1], jnp.float32) if config.value_norm else None
+    v = project(inputs, *((p.wk, p.bk) if p.wv is None else (p.wv, p.bv)), unit, turns=False)
     if config.query_growth is not None:
         q = grow_queries(q.reshape(x.shape[0], -1), positions, config.query_growth).reshape(q.shape)
     heads = _attend(q, k, v, config.scale, logit_modifiers(config, layer, sinks=p.sinks))
@@ -200,7 +201,8 @@ def _layer(
         return normed(h + feed_forward(h), p.ffn_norm)
     after = h + normed(attention(normed(h, p.attn_norm)), p.attn_out_norm) * config.residual_scale
     source = h if config.parallel else after
-    return after + normed(feed_forward(normed(source, p.ffn_norm)), p.ffn_out_norm) * config.residual_scale
+    after = after + normed(feed_forward(normed(source, p.ffn_norm)), p.ffn_out_norm) * config.residual_scale
+    return after if p.layer_scale is None else after * p.layer_scale.astype(jnp.float32)[None]
 
 
 def _rotation(rope: RopeConfig | None, positions: Int32[Array, " BT"]) -> tuple[Array, Array] | None:
