@@ -23,7 +23,10 @@ from tests.support.parallel_cases import MODELS
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 FAMILIES: dict[str, ModelConfig] = {
-    **{name: MODELS[name] for name in ("opt", "bloom", "neox", "llama", "llama grouped", "qwen3", "gemma2", "gemma3")},
+    **{
+        name: MODELS[name]
+        for name in ("opt", "bloom", "neox", "llama", "llama grouped", "qwen3", "gemma2", "gemma3", "gemma4")
+    },
     "latent": dataclasses.replace(MODELS["latent"], experts=None),
     "narrow inputs": dataclasses.replace(MODELS["llama"], hidden_size=48),
 }
@@ -159,7 +162,9 @@ def test_a_batch_says_what_merged_weights_say(name, attention):
 
 
 @pytest.mark.in_turn(10, group="executors with models")
-@pytest.mark.parametrize(("name", "mode"), [("llama grouped", "kv"), ("opt", "hidden"), ("latent", "hidden")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("llama grouped", "kv"), ("gemma4", "kv"), ("opt", "hidden"), ("latent", "hidden")]
+)
 def test_one_kind_alone(name, mode):
     executor = executor_of(name, mode=mode)
     said, _ = serve(executor, name, make_policy("fcfs"), (mode == "kv", mode == "hidden"))
