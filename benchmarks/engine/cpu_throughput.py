@@ -21,7 +21,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,7 +29,6 @@ import numpy as np
 from tqdm import tqdm
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
-from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.costs.fit import CostModel
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
@@ -38,6 +36,7 @@ from apt_jax.errors import ConfigError, ModelLoadError
 from apt_jax.executor.calibrate import calibrate
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import use_compile_cache
+from apt_jax.frontend.components import cache_kinds
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.models import LoadedModel, load_model
 from apt_jax.models.config import ModelConfig
@@ -136,13 +135,11 @@ def run_batch(
         max_num_batched_tokens=args.max_num_batched_tokens,
     )
     offered = (mode != "hidden", mode != "kv")
-    kinds: Sequence[CacheKindSpec] = (
-        CacheKindSpec(name="kv", blocks_per_group=2, offered=offered[0]),
-        CacheKindSpec(name="hidden", blocks_per_group=1, offered=offered[1], reprojected=not executor.absorbs),
-    )
-    step_costs = StepCosts()
-    if costs is not None:
-        kinds, step_costs = costs.kinds(offered, absorbs=executor.absorbs), costs.step_costs()
+    kinds = [
+        dataclasses.replace(kind, offered=is_offered)
+        for kind, is_offered in zip(cache_kinds(executor, costs), offered, strict=True)
+    ]
+    step_costs = StepCosts() if costs is None else costs.step_costs()
     engine = Engine(
         executor, make_policy(config=scheduler), WallClock(), kinds, scheduler, executor.cache_config,
         costs=step_costs, vocab_size=executor.config.vocab_size,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
-from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.frontend.components import cache_kinds
 from apt_jax.lab.reference_model import forward
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, dummy_params
@@ -104,10 +104,8 @@ def expected(name: str) -> list[list[int]]:
 def serve(executor: JaxExecutor, name: str, policy: Policy, offered: tuple[bool, bool], *, caching: bool = True):
     """Outputs of requests of all adapters at once; and the engine's statistics."""
     executor.reset()
-    kinds = (
-        CacheKindSpec(name="kv", blocks_per_group=2, offered=offered[0]),
-        CacheKindSpec(name="hidden", blocks_per_group=1, offered=offered[1]),
-    )
+    offers = zip(cache_kinds(executor, None), offered, strict=True)
+    kinds = [dataclasses.replace(kind, offered=is_offered) for kind, is_offered in offers]
     engine = Engine(
         executor, policy, WallClock(), kinds, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
         dataclasses.replace(executor.cache_config, enable_prefix_caching=caching), vocab_size=97,

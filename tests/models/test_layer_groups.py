@@ -1,7 +1,7 @@
 """Groups of layers that share arrays of the pool: every layer has a place of its own, and what contexts then take."""
 
+import bisect
 import dataclasses
-import itertools
 
 import pytest
 
@@ -106,6 +106,6 @@ def test_the_positions_that_blocks_hold_are_counted_one_by_one(spec):
         return -(-tokens // 12) + windows.num_blocks(tokens)
 
     for blocks in range(0, 400, 7):
-        held = max(itertools.takewhile(lambda tokens: needed(tokens) <= blocks, range(12_000)), default=0)
+        held = bisect.bisect_right(range(12_000), blocks, key=needed) - 1
         assert kind.tokens_in(blocks, 12) <= held
         assert held - kind.tokens_in(blocks, 12) < max(size, 12)
