@@ -31,8 +31,6 @@ to requests and keeps their block tables, one row per slot. A slot is the index 
 max_num_seqs). An owner is the number that identifies a request in the engine until it ends.
 """
 
-import bisect
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -167,16 +165,6 @@ class HybridCache:
         if self.windows is not None:
             blocks += self.windows.spec.most_blocks(num_tokens)
         return blocks
-
-    def most_tokens(self, kind: int) -> int:
-        """Return the largest number of positions of one request that the pool holds: `blocks_needed` of them are in the
-        pool."""
-        if self.windows is None:
-            return self.pool.num_blocks // self.blocks_per_group[kind] * self.block_sizes[kind]
-        size = math.gcd(self.block_sizes[kind], self.windows.spec.block_size)
-        most = self.pool.num_blocks * self.block_sizes[kind] // size
-        found = bisect.bisect_right(range(most), self.pool.num_blocks, key=lambda n: self.blocks_needed(n * size, kind))
-        return (found - 1) * size
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the (n,) numbers of blocks held by `slots`, which must be in use."""

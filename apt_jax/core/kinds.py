@@ -7,6 +7,7 @@ long, and both convert int8 to int64.
 
 import bisect
 import dataclasses
+import math
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -122,3 +123,17 @@ class CacheKindSpec:
             return groups * spec.block_size
         left = num_blocks - spec.max_groups * spec.blocks_per_group
         return max(left // self.blocks_per_group * size, full)
+
+    def longest(self, num_blocks: int, size: int) -> int:
+        """Return the largest number of positions of a request that a pool of `num_blocks` blocks can serve, with `size`
+        positions per group: as `tokens_in`, but with the blocks of a prompt in chunks (`WindowSpec.most_blocks`)."""
+        spec = self.windows
+        if spec is None:
+            return self.tokens_in(num_blocks, size)
+        step = math.gcd(size, spec.block_size)
+
+        def needed(steps: int) -> int:
+            return -(-steps * step // size) * self.blocks_per_group + spec.most_blocks(steps * step)
+
+        most = num_blocks * size // step
+        return (bisect.bisect_right(range(most + 1), num_blocks, key=needed) - 1) * step

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.kinds import CacheKindSpec, WindowSpec
 from apt_jax.costs.model import StepCosts
 from apt_jax.costs.programs import ProgramCosts
 from apt_jax.errors import ConfigError
@@ -53,6 +53,10 @@ class Hardware:
     hidden_block_size: int | None = None
     """Number of layer inputs that fit in a block; None: `block_size`, as for multi-head attention of the model's
     width."""
+    kv_blocks_per_group: int = 2
+    """Blocks per group of the KV kind: 2, or 1 if keys and values are cached as one tensor."""
+    windows: WindowSpec | None = None
+    """Groups of windowed layers; None: all layers keep all positions."""
 
     def __post_init__(self) -> None:
         for name in ("name", "model"):
@@ -66,6 +70,12 @@ class Hardware:
         hidden = self.hidden_blocks_per_group
         if hidden is not None and hidden != 1:
             raise ValueError(f"hidden_blocks_per_group: {hidden} must be 1 or null")
+        if self.kv_blocks_per_group not in (1, 2):
+            raise ValueError(f"kv_blocks_per_group: {self.kv_blocks_per_group} must be 1 or 2")
+        if self.windows is not None and min(dataclasses.astuple(self.windows)) < 1:
+            raise ValueError(f"windows: {dataclasses.asdict(self.windows)} must be positive numbers")
+        if self.windows is not None and hidden is not None:
+            raise ValueError("windows: layer inputs and windows are not offered together; use null for one of them")
         inputs = self.hidden_block_size
         if inputs is not None and not 2 * inputs > self.block_size:
             raise ValueError(
@@ -91,8 +101,13 @@ class Hardware:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Number of tokens whose keys and values fit in the pool."""
-        return self.num_blocks // 2 * self.block_size
+        """Number of tokens whose keys and values fit in the pool; of one request if there are windowed layers."""
+        return self._kv_kind(offered=True).tokens_in(self.num_blocks, self.block_size)
+
+    def _kv_kind(self, *, offered: bool) -> CacheKindSpec:
+        return CacheKindSpec(
+            name="kv", blocks_per_group=self.kv_blocks_per_group, offered=offered, windows=self.windows
+        )
 
     def step_costs(self, hidden_attention: Literal["auto", "reproject", "absorb"] = "auto") -> StepCosts:
         """Return the step costs for one kind of attention over hidden cache.
@@ -163,7 +178,7 @@ class Hardware:
         if rho_us is not None:
             extra_base_s, extra_per_token_s = 0.0, 1e-6 * rho_us
         return (
-            CacheKindSpec(name="kv", blocks_per_group=2, offered=cache != "hidden"),
+            self._kv_kind(offered=cache != "hidden"),
             CacheKindSpec(
                 name="hidden",
                 blocks_per_group=self.hidden_blocks_per_group or 2,

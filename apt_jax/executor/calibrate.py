@@ -469,6 +469,8 @@ def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardwa
         num_blocks=executor.num_blocks,
         hidden_blocks_per_group=1 if hidden else None,
         hidden_block_size=executor.hidden_block_size if executor.hidden_block_size != executor.block_size else None,
+        kv_blocks_per_group=2 if executor.plan.layer_groups is None else executor.plan.layer_groups.blocks_per_group,
+        windows=executor.plan.windows,
         costs={mode: model.step_costs()},
         programs=model.programs,
         basis=basis,

@@ -102,10 +102,11 @@ class EngineComponents:
 
     @property
     def pool_tokens(self) -> dict[str, int]:
-        """Number of tokens that fit the pool if all have one cache kind, keyed by the names of the offered kinds."""
+        """Number of tokens that fit the pool if all have one cache kind, keyed by the names of the offered kinds; tokens of
+        one request if windowed layers keep their window alone."""
         return {
-            kind.name: self.engine.cache.most_tokens(number)
-            for number, kind in enumerate(self.engine.kinds)
+            kind.name: kind.longest(self.executor.num_blocks, size)
+            for kind, size in zip(self.engine.kinds, self.engine.cache.block_sizes, strict=True)
             if kind.offered
         }
 
@@ -215,7 +216,11 @@ def build_components(
         reserver=reserver_for(policy, config.cache),
         debug=debug,
     )
-    pool_tokens = max(engine.cache.most_tokens(number) for number, kind in enumerate(kinds) if kind.offered)
+    pool_tokens = max(
+        kind.longest(executor.num_blocks, size)
+        for kind, size in zip(kinds, engine.cache.block_sizes, strict=True)
+        if kind.offered
+    )
     num_tokens = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
     limits = RequestLimits(
         vocab_size=num_tokens,

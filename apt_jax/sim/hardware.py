@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+from apt_jax.core.kinds import WindowSpec
 from apt_jax.costs.hardware import COEFFICIENTS, OPTIONAL_COEFFICIENTS, Hardware
 from apt_jax.costs.model import StepCosts
 from apt_jax.costs.programs import ProgramCosts, ProgramShapes
@@ -31,6 +32,8 @@ __all__ = [
 ]
 FORMAT_VERSION = 1
 """Value of `format` in a description file."""
+_LEFT_OUT = frozenset({"hidden_block_size", "kv_blocks_per_group", "windows"})
+"""Fields that a description file has only if they differ from their defaults."""
 
 
 def save_hardware(hardware: Hardware, path: Path | str) -> None:
@@ -52,8 +55,9 @@ def save_hardware(hardware: Hardware, path: Path | str) -> None:
 def as_description(hardware: Hardware) -> dict[str, Any]:
     """Return the contents of a description file, for JSON."""
     data = {"format": FORMAT_VERSION, **dataclasses.asdict(hardware)}
-    if hardware.hidden_block_size is None:
-        del data["hidden_block_size"]
+    for field in dataclasses.fields(Hardware):
+        if field.name in _LEFT_OUT and data[field.name] == field.default:
+            del data[field.name]
     for costs in data["costs"].values():
         del costs["one_program"]  # given by `programs`
     return data
@@ -145,7 +149,7 @@ def _hardware(data: object) -> Hardware:
         if name not in declared:
             raise ValueError(f"{name}: unknown field")
     for name in declared:
-        if name not in fields and name not in ("fit", "programs", "hidden_block_size"):
+        if name not in fields and name not in {"fit", "programs"} | _LEFT_OUT:
             raise ValueError(f"{name}: missing")
     for name in ("name", "model", "source"):
         if not isinstance(fields[name], str):
@@ -155,6 +159,10 @@ def _hardware(data: object) -> Hardware:
     for name in ("hidden_blocks_per_group", "hidden_block_size"):
         if fields.get(name) is not None:
             fields[name] = _integer(fields[name], name)
+    if "kv_blocks_per_group" in fields:
+        fields["kv_blocks_per_group"] = _integer(fields["kv_blocks_per_group"], "kv_blocks_per_group")
+    if fields.get("windows") is not None:
+        fields["windows"] = _windows(_object(fields["windows"], "windows"))
     programs = fields.get("programs")
     if programs is not None:
         programs = _programs(_object(programs, "programs"))
@@ -176,6 +184,14 @@ def _hardware(data: object) -> Hardware:
     fit = {part: _numbers(values, f"fit.{part}") for part, values in _object(fields.get("fit", {}), "fit").items()}
     parsed = {"costs": costs, "basis": basis, "fit": fit, "programs": programs}
     return Hardware(**{**fields, **parsed})
+
+
+def _windows(fields: dict[str, Any]) -> WindowSpec:
+    names = [field.name for field in dataclasses.fields(WindowSpec)]
+    for name in [*fields, *names]:
+        if name not in names or name not in fields:
+            raise ValueError(f"windows.{name}: {'missing' if name in names else 'unknown field'}")
+    return WindowSpec(**{name: _integer(value, f"windows.{name}") for name, value in fields.items()})
 
 
 def _programs(fields: dict[str, Any]) -> ProgramCosts:

@@ -445,7 +445,10 @@ def _pool_shares(prompt_tokens: NDArray[np.int32], config: SimulationConfig, har
     sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
     kinds = hardware.kinds(config.cache, config.hidden_attention)
     blocks = [
-        -(-prompt_tokens // size) * kind.blocks_per_group if kind.offered else np.full(prompt_tokens.size, np.inf)
+        -(-prompt_tokens // size) * kind.blocks_per_group
+        + (0 if kind.windows is None else kind.windows.num_blocks(prompt_tokens))
+        if kind.offered
+        else np.full(prompt_tokens.size, np.inf)
         for kind, size in zip(kinds, sizes, strict=True)
     ]
     return np.stack(blocks, axis=1) / (config.num_blocks or hardware.num_blocks)

@@ -117,7 +117,7 @@ def longest_request(hardware: Hardware, config: SimulationConfig) -> int:
     num_blocks = config.num_blocks or hardware.num_blocks
     sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
     pairs = zip(kinds, sizes, strict=True)
-    most = max(num_blocks // kind.blocks_per_group * size for kind, size in pairs if kind.offered)
+    most = max(kind.longest(num_blocks, size) for kind, size in pairs if kind.offered)
     return min(config.max_model_len or hardware.max_model_len, most)
 
 

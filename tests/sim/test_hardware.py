@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.core.kinds import HIDDEN, KV, WindowSpec
 from apt_jax.costs.hardware import Hardware
 from apt_jax.costs.model import StepCosts
 from apt_jax.errors import ConfigError
@@ -223,6 +223,14 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
     narrow = dataclasses.replace(opt, hidden_block_size=21)
     save_hardware(narrow, path)
     assert load_hardware("opt-13b", str(path)) == narrow
+    kv_costs = {"kv": opt.step_costs()}
+    windows = WindowSpec(window=1024, block_size=8, blocks_per_group=12)
+    windowed = dataclasses.replace(
+        opt, hidden_blocks_per_group=None, costs=kv_costs, kv_blocks_per_group=1, windows=windows
+    )
+    save_hardware(windowed, path)
+    assert load_hardware("opt-13b", str(path)) == windowed
+    save_hardware(opt, path)
     assert [file.name for file in tmp_path.iterdir()] == ["here.json"]
     with pytest.raises(ConfigError, match=r"here.json describes 'opt-13b', not 'opt-30b'"):
         load_hardware("opt-30b", str(path))
@@ -253,6 +261,17 @@ def test_a_description_survives_a_file(opt: Hardware, tmp_path: Path) -> None:
         (("hidden_blocks_per_group",), None, "costs: 'reproject' must be kv"),
         (("hidden_block_size",), 8, "hidden_block_size: 8 must be more than half of block_size 16"),
         (("hidden_block_size",), "21", "hidden_block_size: '21' must be an integer"),
+        (("kv_blocks_per_group",), 3, "kv_blocks_per_group: 3 must be 1 or 2"),
+        (("windows",), 7, "windows: 7 must be an object"),
+        (("windows",), {"window": 7}, "windows.block_size: missing"),
+        (("windows",), {"width": 7}, "windows.width: unknown field"),
+        (
+            ("windows",),
+            {"window": "7", "block_size": 1, "blocks_per_group": 2},
+            "windows.window: '7' must be an integer",
+        ),
+        (("windows",), {"window": 7, "block_size": 0, "blocks_per_group": 2}, "windows: .* must be positive numbers"),
+        (("windows",), {"window": 7, "block_size": 1, "blocks_per_group": 2}, "windows: layer inputs and windows"),
         (("name",), 7, "name: 7 must be a string"),
         (("name",), "", "name: must not be empty"),
         (("colour",), "red", "colour: unknown field"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from apt_jax.config import SLO
-from apt_jax.core.kinds import HIDDEN
+from apt_jax.core.kinds import HIDDEN, WindowSpec
 from apt_jax.core.step import StepBatch
 from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.errors import ConfigError
@@ -215,6 +215,25 @@ def test_narrow_layer_inputs_take_fewer_blocks():
         )  # fmt: skip
         most[inputs] = max(used)
     assert most == {None: 1, 21: 2}
+
+
+def test_windowed_layers_hold_their_window_alone():
+    """Prompts of 400 tokens and 20 more take 27 groups of two blocks; windows of 64 positions at most 5 groups of two, and
+    10 in chunks. With all positions a request would take 108 blocks."""
+    hardware = load_hardware("opt-13b", "a100-40gb")
+    windows = WindowSpec(window=64, block_size=16, blocks_per_group=2)
+    described = dataclasses.replace(
+        hardware, hidden_blocks_per_group=None, costs={"kv": hardware.step_costs()}, windows=windows
+    )
+    config = dataclasses.replace(SMALL, policy="fcfs", cache="kv")
+    workload = of([(400, 20)] * 3)
+    for num_blocks, running in ((74, 1), (145, 2), (210, 3)):
+        used: list[int] = []
+        simulate(
+            dataclasses.replace(config, num_blocks=num_blocks), hardware=described, workload=workload, debug=True,
+            on_step=lambda engine, used=used: used.append(engine.stats().num_running),
+        )  # fmt: skip
+        assert max(used) == running
 
 
 @pytest.mark.in_turn(6)
