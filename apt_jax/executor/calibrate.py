@@ -356,6 +356,7 @@ def _key(executor: JaxExecutor) -> str:
         **({"converts": True} if executor.can_convert else {}),
         **({"transfers": True} if executor.host is not None else {}),
         **({"adapters": executor.adapter_shapes} if executor.adapters else {}),
+        **({"windows": dataclasses.asdict(executor.plan.windows)} if executor.plan.windows is not None else {}),
         "absorb": executor.absorbs,
         "attention": executor.attention_name,
         "block_size": [executor.block_size, executor.hidden_block_size]
