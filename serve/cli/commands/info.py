@@ -221,6 +221,9 @@ def cache_facts(parts: EngineComponents) -> dict[str, Any]:
         if block_bytes is not None:
             per_token = round(block_bytes * kind.blocks_per_group / size)
             facts[f"{kind.name}: bytes a token"] = per_token
+            if kind.windows is not None:
+                held = kind.windows.max_groups * kind.windows.blocks_per_group
+                facts[f"{kind.name}: bytes of a request's windows, at most"] = block_bytes * held
         facts[f"{kind.name}: pool (tokens)"] = parts.pool_tokens[kind.name]
     if isinstance(executor, JaxExecutor):
         facts["attention"] = executor.attention_name
