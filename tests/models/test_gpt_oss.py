@@ -16,6 +16,7 @@ from apt_jax.errors import ModelLoadError
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.lab.reference_model import forward
 from apt_jax.models import load_model
+from apt_jax.models.loading.convert import convert_model
 from tests.support.cases import cover
 from tests.support.generation import CONDITIONS, greedy
 from tests.support.paged_driver import reference_greedy
@@ -96,6 +97,14 @@ def test_packed_experts_are_those_of_an_unpacked_checkpoint(tmp_path: Path) -> N
     np.testing.assert_array_equal(experts.b_up, plain["model.layers.1.mlp.experts.gate_up_proj_bias"][:, 1::2])
     np.testing.assert_array_equal(experts.w_down, plain["model.layers.1.mlp.experts.down_proj"].swapaxes(1, 2))
     assert one.config.layer_windows == (9, None)
+
+
+def test_a_converted_checkpoint_has_the_same_numbers(tmp_path: Path) -> None:
+    (tmp_path / "packed").mkdir()
+    packed = load_model(write(tmp_path / "packed", packed_tensors()))
+    convert_model(str(tmp_path / "packed"), tmp_path / "made", format="safetensors", dtype="float32", use_tqdm=False)
+    made = load_model(EngineConfig(model=str(tmp_path / "made"), dtype="float32"))
+    jax.tree.map(np.testing.assert_array_equal, made.params, packed.params)
 
 
 _DOWN = "model.layers.1.mlp.experts.down_proj"
