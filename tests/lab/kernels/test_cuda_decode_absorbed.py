@@ -355,7 +355,7 @@ def _abstract(batch: int = 4, heads: int = 40, width: int = 5120, dtype: Any = j
 
 
 def test_the_launch_is_one_custom_call_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "join_pieces", lambda work, results, partial, interpret: results)
+    monkeypatch.setattr(cuda, "join_pieces", lambda work, results, partial, sinks, interpret: results)
     call, plan = functools.partial(flat(cuda.decode_absorbed), block_size=16), plan_for(40, 5120)
     assert plan is not None
     text = jax.jit(call).trace(*_abstract()).lower(lowering_platforms=("cuda",)).as_text()
