@@ -10,8 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from apt_jax.config import EngineConfig
-from apt_jax.errors import ModelLoadError
+from apt_jax.errors import ConfigError, ModelLoadError
 from apt_jax.models import FAMILIES, PRESETS, load_model
+from apt_jax.models.config import AttentionShape
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import abstract_params, param_axes, param_names
 
@@ -354,3 +355,49 @@ def test_every_field_of_every_family_survives_any_value():
         tried += [fields | {"rope_scaling": rope | {name: value}} for name in rope for value in values]
         for candidate in tried:
             assert "\n" not in _complaint(candidate)
+
+
+_GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"], "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 128, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "global_head_dim": 32, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision",
+}  # fmt: skip
+
+
+def test_layers_of_gemma_4_without_a_window_cache_one_tensor():
+    config = read_model_config(_GEMMA4)[1]
+    assert config.local_layers == (0, 1, 2, 3, 4)
+    assert config.attention_of(0) == AttentionShape(num_kv_heads=4, head_dim=16)
+    shape = AttentionShape(num_kv_heads=1, head_dim=32, one_projection=True, turned_lanes=8)
+    assert config.attention_of(5) == shape
+    assert (shape.lane, config.lane) == (40, 64)
+    newer = {k: v for k, v in _GEMMA4.items() if "global" not in k}
+    newer |= {"per_layer_config": {"5": {"head_dim": 32, "num_key_value_heads": 1}}}
+    assert read_model_config(newer)[1] == config
+    apart = read_model_config(_GEMMA4 | {"attention_k_eq_v": False, "global_head_dim": None})[1]
+    assert apart.attention_of(5) == AttentionShape(num_kv_heads=4, head_dim=512)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported: Gemma 4 E2B and E4B"),
+        ({"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+        ({"per_layer_config": {"4": {"head_dim": 32}}}, "per_layer_config=.* must give the same head_dim"),
+        ({"per_layer_config": {"5": {"sliding_window": 3}}}, "per_layer_config=.* must give the same head_dim"),
+        ({"per_layer_config": {"5": {"head_dim": 0}}}, r"per_layer_config head_dim=0 must be an integer in \[1"),
+        ({"num_global_key_value_heads": 3}, "num_heads=8 must be a multiple of its key heads"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters=.* must hold one object for full_attention"),
+    ],
+)
+def test_unsupported_fields_of_gemma_4_are_refused_in_one_line(changed, message):
+    with pytest.raises((ModelLoadError, ConfigError), match=message) as caught:
+        read_model_config(_GEMMA4 | changed)
+    assert "\n" not in str(caught.value)
+
+
+def test_embeddings_in_every_layer_are_the_default_of_gemma_4():
+    with pytest.raises(ModelLoadError, match="hidden_size_per_layer_input=256 is not supported"):
+        read_model_config({k: v for k, v in _GEMMA4.items() if k != "hidden_size_per_layer_input"})
