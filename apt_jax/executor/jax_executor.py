@@ -188,6 +188,11 @@ class JaxExecutor:
         self.ready = ReadyPrograms(self.buckets, branches=plan.ops.branches)
         self.host: HostPool | None = None
         if cache.swap_space:
+            if both_ends and self.config.global_attention is not None:
+                raise ConfigError(
+                    "swap_space with shared blocks is not offered for models whose layers cache slots of different widths; leave "
+                    "out --swap-space, or use --set share_blocks=false"
+                )
             blocks = self._memory.host_blocks()
             self.host = HostPool(
                 self.runner,

@@ -75,3 +75,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             dataclasses.replace(ONE, **changed)
     with pytest.raises(ConfigError, match="global_attention"):
         dataclasses.replace(ONE, global_attention=AttentionShape(num_kv_heads=3, head_dim=16))
+
+
+def test_single_slots_are_not_copied_to_host_memory() -> None:
+    cache = CacheConfig(block_size=8, num_blocks_override=16, swap_space=1 / 1024)
+    with pytest.raises(ConfigError, match="leave out --swap-space, or use --set share_blocks=false"):
+        JaxExecutor(
+            distinct_params(ONE), ONE, cache=cache, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32,
+            attention="xla", both_ends=True,
+        )  # fmt: skip
