@@ -61,7 +61,7 @@ def random_adapters(config: ModelConfig, count: int, rank: int, fields: tuple[st
     def numbers(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32) * np.float32(0.02)
 
-    shapes = {field: shape for field in fields if (shape := target_shape(field, config)) is not None}
+    shapes = {field: shape for field in fields if (shape := target_shape(field, config, 0)) is not None}
     return [
         LoraAdapter(
             name=f"adapter-{i}",
