@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from apt_jax.backends import attention_ops
+from apt_jax.models.step import slot_ranges
 from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
 from tests.support.attention_cases import expected_decode, expected_prefill
 
@@ -41,13 +42,17 @@ def test_decode_reads_slots_of_their_own_width(ops: str, widths: tuple[int, int,
     pool, narrow, tables, rng = drawn(heads, width, lanes, dtype, one)
     q = jnp.asarray(rng.standard_normal((6, 4 * heads, width)), dtype)
     rules = LogitModifiers(window=19) if width == 20 else None
+    ranges = None
+    if width == 48:  # some blocks are filled from their end
+        downwards = jnp.asarray(rng.random((6, J)) < 0.5)
+        ranges = slot_ranges(downwards, jnp.asarray(LENS), jnp.full(6, C))
     call = DecodeCall(
-        pool=pool, tables=tables, lens=jnp.asarray(LENS), block_size=C, lane=heads * width, rules=rules
+        pool=pool, tables=tables, lens=jnp.asarray(LENS), block_size=C, lane=heads * width, rules=rules, slot_ranges=ranges
     )  # fmt: skip
     decode = jax.jit(attention_ops("cpu", ops).decode_kv)
     out = decode(q, call)
     np.testing.assert_array_equal(out, decode(q, dataclasses.replace(call, pool=narrow, lane=None)))
-    wanted = expected_decode("decode_kv", q, narrow, tables, LENS, block_size=C, rules=rules)
+    wanted = expected_decode("decode_kv", q, narrow, tables, LENS, block_size=C, rules=rules, slot_ranges=ranges)
     np.testing.assert_allclose(out, wanted, atol=2e-5 if dtype == "float32" else 0.02, rtol=0)
 
 
