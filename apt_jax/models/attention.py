@@ -251,9 +251,11 @@ def _one_tensor(
     the key], and a query is [w * q, with zeros in the R lanes; its R rotated lanes]: the product of the two is that of
     query and key.
     """
-    shape, scale = a.shape, head_norm_scale(a.params.k_norm, a.config)
+    shape = a.shape
+    query_scale, scale = (head_norm_scale(norm, a.config) for norm in (a.params.q_norm, a.params.k_norm))
     assert cos_sin is not None
     assert scale is not None
+    assert query_scale is not None
     assert shape.turned_lanes is not None
     half, r = cos_sin[0].shape[1], shape.turned_lanes // 2
     turned = jnp.concatenate([jnp.arange(r), half + jnp.arange(r)])
@@ -263,7 +265,7 @@ def _one_tensor(
     def rotated(heads: Float[Array, "T N H"]) -> Float[Array, "T N R"]:
         return apply_rope(heads[:, :, turned], cos, sin)
 
-    queries = rms_norm_heads(q.reshape(q.shape[0], -1, shape.head_dim), a.params.q_norm, a.config.norm_eps)
+    queries = rms_norm_heads(q.reshape(q.shape[0], -1, shape.head_dim), query_scale, a.config.norm_eps)
     queries = queries * (a.config.scale * shape.row_width**0.5)
     on_values = scale.at[turned].set(0.0)[None, None]
     values = v.reshape(v.shape[0], -1, shape.head_dim)
