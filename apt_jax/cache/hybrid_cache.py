@@ -605,13 +605,8 @@ class HybridCache:
         return tables
 
     def directed_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return `block_tables`, with the tables of windowed layers and with negative ids for blocks filled from the right
-        end (`StepBatch.block_tables`)."""
+        """Return `block_tables` with negative ids for blocks filled from the right end (`StepBatch.block_tables`)."""
         tables = self.block_tables(slots)
-        if self.windows is not None:
-            width = max(tables.shape[2], int(self.windows.end[slots].max(initial=0)))
-            tables = np.pad(tables, ((0, 0), (0, 0), (0, width - tables.shape[2])))
-            return np.concatenate([tables, self.windows.block_tables(slots, width)], axis=1)
         if self.placement is None:
             return tables
         return np.where(self.placement.downwards(slots, tables.shape[2])[:, None], -tables, tables)

@@ -26,7 +26,7 @@ from apt_jax.cache.block_pool import NO_SLOT, require
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.core.kinds import WINDOWED, WindowSpec
-from apt_jax.core.step import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK, WindowBlocks
 from apt_jax.sched.retention.sessions import NOBODY
 
 
@@ -155,31 +155,37 @@ class WindowTables:
 
     # --- for a step ------------------------------------------------------------------------------------------------
 
-    def block_tables(self, slots: NDArray[np.int32], width: int) -> NDArray[np.int32]:
-        """Return a copy of the block tables of `slots`, (n, blocks_per_group, width).
+    def blocks_of(self, slots: NDArray[np.int32]) -> WindowBlocks:
+        """Return the blocks that `slots` hold.
 
         Raises:
-            CacheIntegrityError: an entry is not in [0, num_blocks].
+            CacheIntegrityError: a block is not in [0, num_blocks], or not all groups that are held are in range.
         """
-        self._widen(width)
-        tables = self.tables[:, :, :width][slots]
+        first = self.first[slots]
+        num = int((self.end[slots] - first).max(initial=0))
+        self._widen(int(first.max(initial=0)) + num)
+        column = first[:, None] + np.arange(num, dtype=np.int32)
+        half = np.arange(self.spec.blocks_per_group, dtype=np.int32)
+        blocks = self.tables[slots[:, None, None], half[None, :, None], column[:, None]]
         require(
-            tables.min(initial=0) >= 0
-            and tables.max(initial=0) <= self._groups.pool.num_blocks
-            and int(np.count_nonzero(tables[:, 0])) == int(self.num_held[slots].sum()),
+            blocks.min(initial=0) >= 0
+            and blocks.max(initial=0) <= self._groups.pool.num_blocks
+            and int(np.count_nonzero(blocks[:, 0])) == int(self.num_held[slots].sum()),
             "a block table of windowed layers names blocks that its request does not hold",
         )
-        return tables
+        return WindowBlocks(first=first, blocks=blocks)
 
     def check_writable(self, slots: NDArray[np.int32], starts: NDArray[np.int32]) -> None:
-        """Check that no other request can read the groups that a step writes to, from positions `starts` on.
+        """Check that no other request can read the groups that a step writes to, from position `starts` on.
 
         Raises:
             CacheIntegrityError: such a group is registered or has another holder.
         """
-        column = np.arange(self.tables.shape[2])
-        written = self.tables[slots, 0]
-        firsts = written[(column >= (starts // self.spec.block_size)[:, None]) & (written != NULL_BLOCK)]
+        begin = np.maximum(starts // self.spec.block_size, self.first[slots])
+        num = int((self.end[slots] - begin).max(initial=0))
+        self._widen(int(begin.max(initial=0)) + num)
+        firsts = self.tables[slots[:, None], 0, begin[:, None] + np.arange(num, dtype=np.int32)]
+        firsts = firsts[firsts != NULL_BLOCK]
         require(
             (self._groups.num_refs[firsts] == 1).all() and not self._groups.prefixes.is_registered[firsts].any(),
             "a step would write into a block of windowed layers that others may read",

@@ -51,6 +51,16 @@ class PoolSpan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowBlocks:
+    """Blocks of windowed layers that the rows of a step hold (`core.kinds.WindowSpec`)."""
+
+    first: NDArray[np.int32]
+    """First group of each row in `blocks`, (n,)."""
+    blocks: NDArray[np.int32]
+    """(n, `blocks_per_group`, K) blocks of the K groups from `first` on; `NULL_BLOCK` for groups that are not held."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """One step, as host arrays. n rows; T = sum of `num_tokens`; J = maximum number of blocks per row (for KV rows, of
     K blocks).
@@ -88,6 +98,8 @@ class StepBatch:
     has not counted yet are sent to the device."""
     prompt_len: NDArray[np.int32]
     """Number of prompt tokens in `history`, (n,)."""
+    windows: WindowBlocks | None = None
+    """Blocks of windowed layers; None: all layers keep all positions."""
     masked: NDArray[np.int64] | None = None
     """Rows that sample with a token mask, ascending; None: no masks. With masks, `Executor.execute` returns a
     `MaskedStepHandle`."""
@@ -161,6 +173,9 @@ class StepBatch:
                 place: self.prompt_targets[row] for place, row in enumerate(rows.tolist()) if row in self.prompt_targets
             },
             adapters=None if self.adapters is None else self.adapters[rows],
+            windows=None
+            if self.windows is None
+            else WindowBlocks(first=self.windows.first[rows], blocks=self.windows.blocks[rows]),
             pool_spans={
                 place: self.pool_spans[row] for place, row in enumerate(rows.tolist()) if row in self.pool_spans
             },

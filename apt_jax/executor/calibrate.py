@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.core.step import Conversions, StepBatch
+from apt_jax.core.step import NULL_BLOCK, Conversions, StepBatch, WindowBlocks
 from apt_jax.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
 from apt_jax.costs.hardware import Hardware
 from apt_jax.costs.model import StepCosts
@@ -56,15 +56,22 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
     """Return a valid batch over arbitrary cache contents, given each row's kind, number of cached tokens and number of
     tokens to compute. Rows share blocks if the pool is too small."""
     n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
-    spec = executor.plan.windows
-    tables = np.zeros((n, 2 + (0 if spec is None else spec.blocks_per_group), executor.step_format.table_len), np.int32)
+    need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
+    tables = np.zeros((n, 2, max(need)), np.int32)
     cursor = 0
-    for row, (start, length, kind) in enumerate(zip(starts, lens, kinds, strict=True)):
-        for half in range(tables.shape[1] if kind == KV else 1):
-            size = sizes[kind] if half < 2 or spec is None else spec.block_size
-            blocks = -(-(start + length) // size)
+    for row, blocks in enumerate(need):
+        for half in range(2 if kinds[row] == KV else 1):
             tables[row, half, :blocks] = 1 + (cursor + np.arange(blocks)) % executor.num_blocks
             cursor += blocks
+    windows = None
+    if executor.plan.windows is not None:
+        spec, begin, end = executor.plan.windows, np.array(starts, np.int32), np.array(starts) + lens
+        first = spec.first_group(begin)
+        held = np.arange(int((-(-end // spec.block_size) - first).max()))[None, None]
+        at = cursor + held + np.arange(n * spec.blocks_per_group).reshape(n, -1, 1) * held.size
+        inside = held < (-(-end // spec.block_size) - first)[:, None, None]
+        blocks = np.where(inside, 1 + at % executor.num_blocks, NULL_BLOCK)
+        windows = WindowBlocks(first=first, blocks=blocks.astype(np.int32))
     return StepBatch(
         slots=np.arange(n, dtype=np.int32),
         num_tokens=np.array(lens, np.int32),
@@ -72,6 +79,7 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
         kind=np.array(kinds, np.int8),
         token_ids=np.full(sum(lens), 3, np.int32),
         block_tables=tables,
+        windows=windows,
         samples=np.ones(n, bool),
         position=np.zeros(n, np.int32),
         params=[_GREEDY] * n,

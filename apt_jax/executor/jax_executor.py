@@ -459,7 +459,7 @@ class JaxExecutor:
         """Send the block tables of a step in advance and wait, so that the step itself is timed without this
         transfer."""
         self.allocate()
-        self.runner.send_tables(self.runner.sent_tables.take_changes(batch.slots, batch.block_tables))
+        self.runner.send_tables(self.runner.sent_tables.take_changes(batch.slots, batch.block_tables, batch.windows))
         jax.block_until_ready(self.runner.tables)
 
     def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
@@ -475,7 +475,7 @@ class JaxExecutor:
         step = pack_forward(
             batch,
             step_format,
-            runner.sent_tables.take_changes(batch.slots, batch.block_tables),
+            runner.sent_tables.take_changes(batch.slots, batch.block_tables, batch.windows),
             mixed=self.mixed,
             sizes=sizes if branches or in_one else dataclasses.replace(sizes, decode=sizes.masked),
             only_chunks=self._prompts.buckets if batch.needs_all_states else None,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
-from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.kinds import KV, CacheKindSpec
 from apt_jax.engine import Engine
+from apt_jax.executor.calibrate import synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.lab.reference_model import forward
 from apt_jax.models.config import ModelConfig, RopeConfig
@@ -142,6 +143,7 @@ LEAST = {"wwgww": 2 * 36 + 2 * 6 * 8, "wg": 2 * 36 + 2 * 6 * 2, "gwwwg": 2 * 36 
 """Blocks that the longest request needs at once, by model."""
 
 
+@pytest.mark.in_turn(3, group="executors with models")
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("windowed", LEAST)
 def test_tokens_equal_a_plain_forward_pass_in_tight_pools(windowed, prefix_caching):
@@ -153,12 +155,21 @@ def test_tokens_equal_a_plain_forward_pass_in_tight_pools(windowed, prefix_cachi
         assert served.most_held <= 2 * served.spec.max_groups
 
 
+@pytest.mark.slow
 def test_random_conversations():
     whims = RandomPlanPolicy(preempt=0.05, chunk=0.5, skip=0.2, shuffle=0.2)
     executors = {windowed: executor_of(windowed, least + 20) for windowed, least in LEAST.items()}
     for seed in range(num_cases(3, 300)):
         windowed = list(LEAST)[seed % len(LEAST)]
         converse(Served(executors[windowed], RandomPolicy(seed, whims)), windowed, seed)
+
+
+def test_steps_of_a_calibration_are_finite():
+    executor = executor_of("gwwwg", 90)
+    for starts, lens in (([0, 0], [20, 7]), ([100, 3], [1, 1]), ([60, 12], [1, 30]), ([40], [32])):
+        batch = synthetic_batch(executor, [KV] * len(starts), starts, lens)
+        assert executor.execute(batch).result().finite.all()
+    executor.check_integrity()
 
 
 def test_found_prefixes_and_blocks_of_long_requests():

@@ -386,6 +386,7 @@ class FakeExecutor:
         self._make_pool()
 
     def execute(self, batch: StepBatch) -> "_Handle | _MaskedHandle":
+        batch = self._with_windows(batch)
         self.host.good[batch.saves[:, 1]] = False  # until they are saved, whatever happens
         if self._broken:
             raise RuntimeError("the pool is gone: a step failed and reset was not called")
@@ -425,6 +426,23 @@ class FakeExecutor:
             duration_s = self.duration_s(batch) if self.duration_s is not None else 0.0
             self._busy_until_s = max(self._busy_until_s, self.clock.now_s()) + duration_s
         return _Handle(self, outcome, self._busy_until_s)
+
+    def _with_windows(self, batch: StepBatch) -> StepBatch:
+        """Return the batch with the tables of windowed layers behind its block tables."""
+        held = batch.windows
+        if (held is None) != (self.windows is None):
+            raise BatchContractError("blocks of windowed layers")
+        if held is None:
+            return batch
+        n, halves, num = held.blocks.shape
+        if held.first.shape != (n,) or n != batch.slots.size or (held.first < 0).any():
+            raise BatchContractError("first groups of windowed layers")
+        width = max(batch.block_tables.shape[2], int(held.first.max()) + num)
+        tables = np.zeros((n, 2 + halves, width), np.int32)
+        tables[:, :2, : batch.block_tables.shape[2]] = batch.block_tables
+        for row, (first, blocks) in enumerate(zip(held.first.tolist(), held.blocks, strict=True)):
+            tables[row, 2:, first : first + num] = blocks
+        return dataclasses.replace(batch, block_tables=tables)
 
     @property
     def _slots(self) -> int:

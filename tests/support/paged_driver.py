@@ -10,7 +10,7 @@ import pytest
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.core.kinds import KV
-from apt_jax.core.step import TOKEN_ON_DEVICE, StepBatch
+from apt_jax.core.step import TOKEN_ON_DEVICE, StepBatch, WindowBlocks
 from apt_jax.executor import Executor, MaskedStepHandle
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.lab.reference_model import forward
@@ -124,7 +124,13 @@ class Driver:
             start=np.array([self.cached[s] for s in slots], np.int32),
             kind=np.array([self.kind[s] for s in slots], np.int8),
             token_ids=np.array(ids, np.int32),
-            block_tables=np.stack([self.table[s] for s in slots]).astype(np.int32),
+            block_tables=np.stack([self.table[s][:2] for s in slots]).astype(np.int32),
+            windows=None
+            if self.executor.plan.windows is None
+            else WindowBlocks(
+                first=np.zeros(len(slots), np.int32),
+                blocks=np.stack([self.table[s][2:] for s in slots]).astype(np.int32),
+            ),
             samples=np.array(samples),
             position=np.zeros(len(slots), np.int32),
             params=[params] * len(slots),

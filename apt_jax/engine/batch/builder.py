@@ -226,6 +226,7 @@ class BatchBuilder:
             kind=kind,
             token_ids=token_ids,
             block_tables=self._cache.directed_tables(slots),
+            windows=None if self._cache.windows is None else self._cache.windows.blocks_of(slots),
             samples=samples,
             position=table.num_outputs[rows],
             params=[state.params for state in requests],

@@ -281,8 +281,11 @@ def pack_forward(
     views["second_slots"][place] = np.where(hidden, step_format.dropped_slot, second)
     views["token_hidden"][place] = hidden
     if step_format.windows is not None:
-        size = step_format.windows.block_size
-        blocks = batch.block_tables[owner, 2:, position // size].T
+        assert batch.windows is not None
+        size, held = step_format.windows.block_size, batch.windows
+        column = position // size - held.first[owner]
+        is_held = (column >= 0) & (column < held.blocks.shape[2])
+        blocks = np.where(is_held, held.blocks[owner, :, np.where(is_held, column, 0)].T, NULL_BLOCK)
         slots = blocks * size + position % size
         views["window_slots"][:, place] = np.where(blocks == NULL_BLOCK, step_format.dropped_slot, slots)
     if step_format.has_adapters and batch.adapters is not None:
