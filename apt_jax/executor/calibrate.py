@@ -71,7 +71,7 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
         at = cursor + held + np.arange(n * spec.blocks_per_group).reshape(n, -1, 1) * held.size
         inside = held < (-(-end // spec.block_size) - first)[:, None, None]
         blocks = np.where(inside, 1 + at % executor.num_blocks, NULL_BLOCK)
-        windows = WindowBlocks(first=first, blocks=blocks.astype(np.int32))
+        windows = WindowBlocks(first=first.astype(np.int32), blocks=blocks.astype(np.int32))
     return StepBatch(
         slots=np.arange(n, dtype=np.int32),
         num_tokens=np.array(lens, np.int32),
