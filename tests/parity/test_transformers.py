@@ -9,6 +9,7 @@ import pytest
 from apt_jax.config import EngineConfig
 from apt_jax.lab.reference_model import forward, reference_generate_greedy
 from apt_jax.models import PRESETS, load_model
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.resolve import bundled_models, read_model_config
 from tests.support.opt_checkpoint import TINY
 
@@ -109,7 +110,19 @@ def test_a_preset_has_as_many_parameters_as_the_model_of_transformers(name):
     _, config = read_model_config(PRESETS[name])
     of_images = ("vision_tower.", "multi_modal_projector.")  # not loaded, and here of transformers' default size
     text = [value for leaf, value in theirs.named_parameters() if not leaf.removeprefix("model.").startswith(of_images)]
-    assert config.num_params == sum(value.numel() for value in text)
+    assert config.num_params == sum(value.numel() for value in text) + _num_constants(config)
+
+
+def _num_constants(config: ModelConfig) -> int:
+    """Entries of our arrays that are no parameters of theirs: zeros and ones in the projections of latents, and biases of
+    routers that are buffers."""
+    if config.latent is None:
+        return 0
+    rotary = config.input_width - config.latent.rank
+    keys = config.head_dim * config.input_width - (config.head_dim - rotary) * config.latent.rank
+    constants = config.num_layers * config.num_heads * (keys + config.value_dim * rotary)
+    sparse = [config.experts_of(i) for i in range(config.num_layers)]
+    return constants + sum(e.num_experts for e in sparse if e is not None and e.scoring == "sigmoid")
 
 
 @pytest.mark.skipif("tiny-opt" not in bundled_models(), reason="the bundled model is not there")
