@@ -132,6 +132,7 @@ class TimedExecutor:
         self.max_model_len = 2048
         self.adapters, self.can_convert, self.host, self.absorbs = {}, False, None, True
         self.params, self.num_devices = SimpleNamespace(dtype="bfloat16"), 1
+        self.plan = SimpleNamespace(windows=None, layer_groups=None)
 
     def send_tables(self, batch: StepBatch) -> None:
         pass
