@@ -93,7 +93,7 @@ class SchedulerView:
         """(num_kinds,) blocks per group of each kind."""
         return np.array([kind.blocks_per_group for kind in self.kinds], np.int32)
 
-    @property
+    @functools.cached_property
     def windows(self) -> WindowSpec | None:
         """Blocks that a request holds for windowed layers; None: all layers keep all positions."""
         return self.kinds[KV].windows
