@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.sched.step_packer import held_blocks_for, start_blocks_for
+from apt_jax.sched.step_packer import held_blocks_for
 from apt_jax.sched.view import Plan, Policy, SchedulerView
 
 
@@ -44,8 +44,10 @@ def _left(view: SchedulerView, row: int, length: int, kind: int) -> int:
 
 def _start_blocks(view: SchedulerView, row: int, length: int, kind: int) -> int:
     """Return the blocks that a waiting request needs to compute at most `length` tokens."""
-    end = int(view.table.cached_prefix_tokens[row, kind]) + _left(view, row, length, kind)
-    return int(start_blocks_for(view, np.array([row]), np.array([end], np.int32), np.array([kind]))[0])
+    found = int(view.table.cached_prefix_tokens[row, kind])
+    end = found + _left(view, row, length, kind)
+    extra = view.windows.extra_blocks(found, end) if view.windows is not None else 0
+    return view.blocks_of(end, kind) + extra - int(view.table.shared_prefix_blocks[row, kind])
 
 
 def _convert_blocks(view: SchedulerView, row: int, length: int) -> int | None:

@@ -76,18 +76,17 @@ class FastGenPolicy:
         rows: list[int] = []
         num_tokens: list[int] = []
         kinds: list[int] = []
-        sizes, per_groups = view.block_sizes.tolist(), view.blocks_per_group.tolist()
         for row in partial.tolist():
             if budget < 1:
                 break
             kind = int(table.kind[row])
             cached, total = int(table.num_cached[row]), int(table.num_tokens[row])
-            per_group, size = per_groups[kind], sizes[kind]
-            held = int(table.num_blocks[row]) + int(table.num_shared[row])
-            if -(-total // size) * per_group - held > free:
+            length, one = min(total - cached, budget), np.array([row])
+            ends = np.array([total, cached + length], np.int32)
+            whole, needed = (held_blocks_for(view, one, ends) - table.num_blocks[row]).tolist()
+            if whole > free:
                 break
-            length = min(total - cached, budget)
-            free -= -(-(cached + length) // size) * per_group - held
+            free -= needed
             budget -= length
             rows.append(row)
             num_tokens.append(length)
@@ -124,7 +123,6 @@ class FastGenPolicy:
         """Start waiting prompts in order, by appending to `rows`, `num_tokens` and `kinds`; the last prompt gets the
         rest of the budget."""
         kind = allowed_kinds(view, waiting).argmax(axis=1)
-        per_group, size = view.blocks_per_group[kind], view.block_sizes[kind]
         table = view.table
         total = view.remaining(waiting, kind)
         found, shared = table.cached_prefix_tokens[waiting, kind], table.shared_prefix_blocks[waiting, kind]
@@ -133,8 +131,7 @@ class FastGenPolicy:
             if budget < 1 or blocks[i] > free:
                 return
             length = min(int(total[i]), budget)
-            free -= -(-(int(found[i]) + length) // int(size[i])) * int(per_group[i])
-            free += int(shared[i])
+            free -= view.blocks_of(int(found[i]) + length, int(kind[i])) - int(shared[i])
             budget -= length
             rows.append(int(waiting[i]))
             num_tokens.append(length)
