@@ -13,8 +13,8 @@ groups that the token at e needs are written.
 
 Full groups are registered like all others, but each by itself: the digest of a group stands for all tokens up to its
 end, so a group may be cached without the groups before it. A cached prefix of n tokens can be used if the groups that
-the token at n attends to are cached (`PrefixTree.usable`). Released groups stay in the pool as idle groups until their blocks are
-needed.
+the token at n attends to are cached (`PrefixTree.usable`). Released groups stay in the pool as idle groups until their
+blocks are needed.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ class HostBlocks:
     """Shape and dtype of blocks in host memory."""
 
     shape: tuple[int, ...]
-    """Shape of one block: (layers, block_size, lane)."""
+    """Shape of one block: (arrays of the pool, block_size, lane)."""
     dtype: Any
 
     @property
@@ -85,7 +85,7 @@ class PoolMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers and devices."""
+        """Bytes of one block over all arrays of the pool and all devices."""
         return self._num_arrays * math.prod(self._block_shape) * jnp.dtype(self._dtype).itemsize
 
     def free_bytes(self) -> int:
@@ -169,7 +169,7 @@ class PoolMemory:
         return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._num_arrays))
 
     def host_blocks(self) -> HostBlocks:
-        """Return the shape and dtype in host memory of one block over all layers and devices."""
+        """Return the shape and dtype in host memory of one block over all arrays and devices."""
         return HostBlocks((self._num_arrays, *self._block_shape), self._dtype)
 
     def placed_rows(self, rows: np.ndarray) -> Array:

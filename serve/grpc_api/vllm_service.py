@@ -386,10 +386,15 @@ def _tokenizer_path(parts: EngineComponents) -> str:
 
 def _load(parts: EngineComponents, stats: EngineStats, tokens_per_s: float) -> Any:
     running = stats.num_running + stats.num_ending
-    held_tokens = sum(
-        stats.blocks_by_kind.get(kind.name, 0) // kind.blocks_per_group * block_size
-        for kind, block_size in zip(parts.engine.kinds, parts.engine.cache.block_sizes, strict=True)
-    )
+    most_tokens = parts.limits.max_pool_tokens or 0
+    if any(kind.windows is not None for kind in parts.engine.kinds):
+        # Blocks of windowed layers hold no further tokens: the share of the pool stands for them.
+        held_tokens = most_tokens * stats.used_blocks // stats.total_blocks
+    else:
+        held_tokens = sum(
+            stats.blocks_by_kind.get(kind.name, 0) // kind.blocks_per_group * block_size
+            for kind, block_size in zip(parts.engine.kinds, parts.engine.cache.block_sizes, strict=True)
+        )
     queries = stats.prefix_cache_queries
     return pb.SchedulerLoad(
         dp_rank=0,
@@ -397,7 +402,7 @@ def _load(parts: EngineComponents, stats: EngineStats, tokens_per_s: float) -> A
         num_waiting_reqs=stats.num_waiting,
         num_total_reqs=running + stats.num_waiting,
         num_used_tokens=held_tokens,
-        max_total_num_tokens=parts.limits.max_pool_tokens or 0,
+        max_total_num_tokens=most_tokens,
         token_usage=stats.used_blocks / stats.total_blocks,
         gen_throughput=tokens_per_s,
         cache_hit_rate=stats.prefix_cache_hits / queries if queries else 0.0,

@@ -60,7 +60,7 @@ class StepFormat:
     num_blocks: int
     max_num_seqs: int
     table_len: int
-    """J, the number of blocks in one half of a request's block table."""
+    """J, the number of entries of each of a request's block tables."""
     vocab_size: int
     num_biases: int
     """Number of entries in a row's bias list."""

@@ -144,10 +144,11 @@ class ProgramRunner:
     """Makes the program calls of an executor.
 
     Attributes:
-        pools: one array per layer, (blocks + 1, block_size, lane), donated to every program that writes cache.
+        pools: arrays (blocks + 1, block_size, lane), one per layer or shared by layers (`models.layer_groups`), donated to
+            every program that writes cache.
         last_tokens: (max_num_seqs,) the token sampled last for each slot; steps read tokens from here that the host has
             not fetched yet.
-        tables: (max_num_seqs, 2, J) the block table of each slot; steps send only changes.
+        tables: `StepFormat.tables_shape`, the block tables of each slot; steps send only changes.
         token_counts: (max_num_seqs, V) for penalties: number of occurrences of each token in the outputs of each slot,
             and whether it is in the prompt (`SentCounts`).
         is_allocated: True if the attributes above are arrays; False if they are only shapes.

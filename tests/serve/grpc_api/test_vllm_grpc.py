@@ -21,7 +21,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from apt_jax import LLM
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
-from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.kinds import CacheKindSpec, WindowSpec
 from apt_jax.engine import Engine
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.request import EngineRequest, SamplingParams
@@ -722,3 +722,24 @@ def test_blocks_of_layer_inputs_count_as_the_tokens_that_they_hold():
     load = vllm_grpc._load(parts, engine.stats(), 0.0)
     assert load.num_used_tokens == 12  # two blocks of six for ten tokens
     assert load.max_total_num_tokens == 384
+
+
+def test_blocks_of_windowed_layers_are_not_counted_as_tokens():
+    """More blocks than keys and values alone would take, but never more tokens than the pool can hold."""
+    windows = WindowSpec(window=8, block_size=4, blocks_per_group=6)
+    kinds = [CacheKindSpec(name="kv", blocks_per_group=2, windows=windows)]
+    engine = types.SimpleNamespace(kinds=kinds, max_num_seqs=2, cache=types.SimpleNamespace(block_sizes=(4,)))
+    parts: Any = types.SimpleNamespace(engine=engine, limits=types.SimpleNamespace(max_pool_tokens=80))
+    numbers = (
+        "num_running",
+        "num_ending",
+        "num_waiting",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "waiting_uncached_tokens",
+    )
+    for used, tokens in ((0, 0), (32, 40), (64, 80)):
+        stats: Any = types.SimpleNamespace(
+            used_blocks=used, total_blocks=64, blocks_by_kind={"kv": used}, **dict.fromkeys(numbers, 0)
+        )
+        assert vllm_grpc._load(parts, stats, 0.0).num_used_tokens == tokens
