@@ -388,7 +388,8 @@ def test_layers_of_gemma_4_without_a_window_cache_one_tensor():
         ({"per_layer_config": {"4": {"head_dim": 32}}}, "per_layer_config=.* must give the same head_dim"),
         ({"per_layer_config": {"5": {"sliding_window": 3}}}, "per_layer_config=.* must give the same head_dim"),
         ({"per_layer_config": {"5": {"head_dim": 0}}}, r"per_layer_config head_dim=0 must be an integer in \[1"),
-        ({"num_global_key_value_heads": 3}, "num_heads=8 must be a multiple of its key heads"),
+        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads=3 must divide num_attention_heads=8"),
+        ({"num_global_key_value_heads": 0}, "num_global_key_value_heads=0 must be an integer"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters=.* must hold one object for full_attention"),
     ],
 )

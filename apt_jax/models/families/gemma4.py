@@ -47,12 +47,12 @@ def _global_shape(fields: Mapping[str, Any], global_layers: list[int]) -> tuple[
     by_layer = fields.get("per_layer_config")
     if by_layer is None:
         shares = ConfigFields(fields).flag("attention_k_eq_v", False)
-        heads = (
-            "num_global_key_value_heads"
-            if shares and fields.get("num_global_key_value_heads")
-            else "num_key_value_heads"
-        )
-        return ConfigFields(fields).positive(heads), ConfigFields(fields).positive("global_head_dim", 512)
+        is_own = shares and fields.get("num_global_key_value_heads") is not None
+        name, get = "num_global_key_value_heads" if is_own else "num_key_value_heads", ConfigFields(fields)
+        heads, num_queries = get.positive(name), get.positive("num_attention_heads")
+        if num_queries % heads:
+            raise ModelLoadError(f"config.json: {name}={heads} must divide num_attention_heads={num_queries}")
+        return heads, get.positive("global_head_dim", 512)
     found = [by_layer.get(str(i)) for i in global_layers] if isinstance(by_layer, Mapping) else [None]
     own = found[0] if found and isinstance(found[0], Mapping) else {}
     is_known = set(own) <= {"head_dim", "num_key_value_heads"} and all(one == own for one in found)

@@ -224,7 +224,8 @@ def cache_facts(parts: EngineComponents) -> dict[str, Any]:
             if kind.windows is not None:
                 held = kind.windows.max_groups * kind.windows.blocks_per_group
                 facts[f"{kind.name}: bytes of a request's windows, at most"] = block_bytes * held
-        facts[f"{kind.name}: pool (tokens)"] = parts.pool_tokens[kind.name]
+        of_one = "" if kind.windows is None else " of one request"
+        facts[f"{kind.name}: pool (tokens{of_one})"] = parts.pool_tokens[kind.name]
     if isinstance(executor, JaxExecutor):
         facts["attention"] = executor.attention_name
         if executor.attention_name == "cpu":
