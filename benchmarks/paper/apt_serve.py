@@ -194,14 +194,14 @@ def crossings(
 
     Brackets each share between neighbouring rates by doubling steps and bisection, and interpolates in the log of the
     rate. `starts` are rates to begin at. With `minutes` a run has as many requests as arrive in that time at its rate,
-    else those of the configuration.
+    but at least those of the configuration.
     """
     seen: dict[int, dict[str, Any]] = {}
 
     def at(step: int) -> float:
         if step not in seen:
             rate = 2 ** (step / _STEPS)
-            num = max(round(60 * minutes * rate), 1) if minutes else config.num_requests
+            num = max(round(60 * minutes * rate), config.num_requests)
             seen[step] = attainment(dataclasses.replace(config, rate=rate, num_requests=num))
         return seen[step]["slo"]
 

@@ -3,6 +3,7 @@
 Source: `_schedule_greedy` in the scheduler of github.com/eddiegaoo/Apt-Serve.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ NEAR_ZERO_SHARE = 1e-4
 the number of blocks in the pool."""
 NEAR_ZERO_GAIN = 1e-6
 """A violated request's value per group of KV blocks if no request waits, seconds."""
+_CHUNK = 256
+"""Number of options that are read together; a pass seldom takes more."""
 
 
 class _Option(NamedTuple):
@@ -44,6 +47,8 @@ class _Option(NamedTuple):
     """Value per block, seconds."""
     only: bool
     """True if the request is offered only the hidden kind."""
+    kv_blocks: int
+    hidden_blocks: int
 
 
 class AptReleasedPolicy:
@@ -156,7 +161,7 @@ class AptReleasedPolicy:
             options = _options(view, waiting, urgent, num_requests, near_zero, cost)
             lengths = np.minimum(view.remaining(waiting, KV), view.max_num_batched_tokens)
             alone = idle and packer.is_empty
-            chosen = _take(options, cost, lengths.tolist(), packer.tokens_left, packer.slots_left, memory, alone=alone)
+            chosen = _take(options, lengths, packer.tokens_left, packer.slots_left, memory, alone=alone)
             if chosen:
                 starts = waiting[sorted(chosen)]
                 self._marks.values[waiting[[i for i, hidden in chosen.items() if hidden]]] = 1
@@ -179,7 +184,7 @@ class AptReleasedPolicy:
         shared = table.num_shared.take(decoding)[:, None] * np.stack([~holds_hidden, holds_hidden], axis=1)
         cost = _cost(view, decoding, table.num_tokens.take(decoding) + 1, shared)
         options = _options(view, decoding, urgent, num_requests, near_zero, cost)
-        changes = _changes(options, cost, holds_hidden.tolist(), memory)
+        changes = _changes(options, holds_hidden.tolist(), memory)
         stays = np.zeros(decoding.size, np.bool_)
         stays[[i for i, changed in changes.items() if not changed]] = True
         if partial.size and not stays.any():  # otherwise nothing would run
@@ -258,8 +263,8 @@ def _options(
     num_requests: int,
     near_zero: float,
     cost: NDArray[np.int32],
-) -> list[_Option]:
-    """Return the options of `rows` in decreasing order of gain.
+) -> Iterator[_Option]:
+    """Yield the options of `rows` in decreasing order of gain.
 
     Args:
         view: the scheduler's view.
@@ -290,16 +295,17 @@ def _options(
     request, second = np.nonzero(np.stack([np.ones_like(both), both], axis=1))
     gain = gain[request, second]
     order = np.argsort(-gain, kind="stable")
-    request, second = request[order], second[order]
-    only = only_hidden[request]
-    hidden = (second > 0) | only
-    return list(map(_Option, request.tolist(), hidden.tolist(), gain[order].tolist(), only.tolist()))
+    for start in range(0, order.size, _CHUNK):
+        part = order[start : start + _CHUNK]
+        of = request[part]
+        only = only_hidden[of]
+        columns = (of, (second[part] > 0) | only, gain[part], only, kv[of], hidden[of])
+        yield from map(_Option, *(column.tolist() for column in columns))
 
 
 def _take(
-    options: list[_Option],
-    cost: NDArray[np.int32],
-    lengths: list[int],
+    options: Iterable[_Option],
+    lengths: NDArray[np.int32],
     tokens: int,
     slots: int,
     memory: int,
@@ -310,8 +316,7 @@ def _take(
 
     Args:
         options: the options in decreasing order of gain.
-        cost: (2, n) numbers of blocks (`_cost`).
-        lengths: number of tokens to compute for each request.
+        lengths: (n,) numbers of tokens to compute.
         tokens: number of tokens left in the step.
         slots: number of requests that may still start.
         memory: number of free blocks.
@@ -321,22 +326,22 @@ def _take(
     Returns:
         A map from the indices of the chosen requests to True for the hidden kind, or to False for keys and values.
     """
-    kv, hidden = cost.tolist()
     left = memory
     chosen: dict[int, bool] = {}
     total = 0.0
-    for i, is_hidden, gain, _ in options:
-        if lengths[i] > tokens or slots < 1:
+    for i, is_hidden, gain, _, kv, hidden in options:
+        length = int(lengths[i])
+        if length > tokens or slots < 1:
             break
-        blocks = hidden[i] if is_hidden else kv[i] - hidden[i] if i in chosen else kv[i]
+        blocks = hidden if is_hidden else kv - hidden if i in chosen else kv
         if blocks > left:
             if gain * blocks <= total:
                 break
-            if alone and hidden[i] > memory:
+            if alone and hidden > memory:
                 continue  # it could not start in an empty pool either
-            return {i: is_hidden or kv[i] > memory} if alone else {}
+            return {i: is_hidden or kv > memory} if alone else {}
         if i not in chosen:
-            tokens -= lengths[i]
+            tokens -= length
             slots -= 1
         chosen[i] = is_hidden
         total += gain * blocks
@@ -344,18 +349,17 @@ def _take(
     return chosen
 
 
-def _changes(options: list[_Option], cost: NDArray[np.int32], holds_hidden: list[bool], memory: int) -> dict[int, bool]:
+def _changes(options: Iterable[_Option], holds_hidden: list[bool], memory: int) -> dict[int, bool]:
     """Take options of running requests in order, until one exceeds the memory.
 
     Returns:
         A map from the indices of the chosen requests to True if the request must change its kind, and so loses its
         cache.
     """
-    kv, hidden = cost.tolist()
     chosen: dict[int, bool] = {}
     num_changes = 0
-    for i, is_hidden, _, only in options:
-        blocks = hidden[i] if is_hidden else kv[i]
+    for i, is_hidden, _, only, kv, hidden in options:
+        blocks = hidden if is_hidden else kv
         if i in chosen and not num_changes:
             blocks //= 2
         if blocks > memory:
