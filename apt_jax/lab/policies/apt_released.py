@@ -20,6 +20,7 @@ from apt_jax.sched.step_packer import (
     allowed_kinds,
     decode_plan,
     growth,
+    may_start,
     resolve_prefill_deadlock,
     split_by_phase,
     start_options,
@@ -155,7 +156,7 @@ class AptReleasedPolicy:
         if partial.size:
             packer.continue_prefill(partial)
         memory = view.free_blocks - growth(view, partial)
-        if waiting.size and memory > 0:
+        if may_start(view, waiting, memory, ahead=0):
             shared = view.table.shared_prefix_blocks.take(waiting, axis=0)[:, [KV, HIDDEN]]
             cost = _cost(view, waiting, view.table.num_tokens.take(waiting), shared)
             options = _options(view, waiting, urgent, num_requests, near_zero, cost)

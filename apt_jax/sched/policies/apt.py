@@ -15,6 +15,7 @@ from apt_jax.sched.step_packer import (
     decode_plan,
     growth,
     held_blocks_for,
+    may_start,
     resolve_prefill_deadlock,
     split_by_phase,
     start_options,
@@ -129,7 +130,7 @@ class AptPolicy:
             packer.continue_prefill(partial)
         if view.waiting.size and packer.slots_left > 0 and packer.tokens_left > 0:
             memory = view.free_blocks - growth(view, partial) - self._promised(view, decoding)
-            if memory > 0:
+            if may_start(view, view.waiting, memory):
                 chosen = self._begin(view, urgent, num_requests, memory, packer.tokens_left, packer.slots_left)
                 packer.start(*chosen, in_order=True)
         return packer.plan()
