@@ -28,8 +28,9 @@ URGENT_S = 0.8
 """A waiting request may pause others only if it would be late after waiting this many seconds more; until then a
 running request may finish on its own."""
 
-RECOMPUTE_SHARE = 0.06
-"""Share of the time that the recomputation of paused requests may take; pauses for lack of memory are charged too."""
+RECOMPUTE_SHARE = 0.5
+"""Share of the time that the recomputation of paused requests may take; pauses for lack of memory are charged too. It
+ends a spiral of pauses under any overload; less than it takes costs attainment and gains little throughput."""
 
 RECOMPUTE_START_S, RECOMPUTE_MOST_S = 4.0, 10.0
 """Initial and maximum recomputation allowance in seconds; unspent allowance is saved for bursts."""
@@ -76,8 +77,7 @@ class AptPlusPolicy:
        attainment by a pause: requests that have missed an objective, and requests with so many tokens that their 99th
        percentile meets the objective despite one more late gap. No other requests are paused for it. The latest
        arrivals are paused first, because they have the most tokens left, so their memory is free for the longest time.
-       Recomputation of paused requests may take `RECOMPUTE_SHARE` of the time, so pauses cost at most a few per cent of
-       the throughput.
+       Recomputation of paused requests may take `RECOMPUTE_SHARE` of the time.
        If the next positions do not fit the pool, requests are paused in the same order.
     5. *Two classes.* Best-effort requests have no objectives. They are paused before all others, also for lack of
        slots. They pause no other request, get only the memory left by real-time requests, and do not shorten steps.
