@@ -192,9 +192,9 @@ def crossings(
 ) -> dict[str, Any]:
     """The rates at which attainment falls to each of `wanted` (falling shares), and attainment at the rates tried.
 
-    Brackets each share between neighbouring rates by doubling steps and bisection, and interpolates in the log of the
-    rate. `starts` are rates to begin at. With `minutes` a run has as many requests as arrive in that time at its rate,
-    but at least those of the configuration.
+    Brackets each share between neighbouring rates by steps of up to a factor of two and bisection, and interpolates in
+    the log of the rate. `starts` are rates to begin at. With `minutes` a run has as many requests as arrive in that time
+    at its rate, but at least those of the configuration.
     """
     seen: dict[int, dict[str, Any]] = {}
 
@@ -213,7 +213,7 @@ def crossings(
             other = low + stride if up else low - stride
             if (at(other) >= share) != up or abs(other) > 12 * _STEPS:
                 break
-            low, stride = other, 2 * stride
+            low, stride = other, min(2 * stride, _STEPS)
         low, high = min(low, other), max(low, other)
         while high - low > 1:
             middle = (low + high) // 2
