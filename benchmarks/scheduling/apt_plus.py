@@ -186,7 +186,7 @@ def _rates(
     first = {key: results[0]["rates"][0] for key, results in found.items()}
     near = {shape: NEAR * max(first[*shape, name] for name in systems if name != PLUS) for shape in shapes}
     search({key: rate for key, rate in first.items() if key[-1] == PLUS or rate >= near[key[:2]]}, runs.seeds[1:])
-    table, bought = [], []
+    table, bought, by_seed = [], [], []
     length = {"minutes": minutes} if minutes else {"requests": runs.num_requests}
     for trace, cv in shapes:
         of = {name: [r["rates"][0] for r in found[trace, cv, name]] for name in systems}
@@ -197,6 +197,11 @@ def _rates(
              "ratio": mean(ratio), "half_width": half_width(ratio), "least": min(ratio), "seeds": len(ratio), **length}
         )  # fmt: skip
         print(table[-1], flush=True)
+        by_seed += [
+            {"trace": trace, "cv": cv, "system": name, "seed": seed, "rate": rate, **length}
+            for name, rates in of.items()
+            for seed, rate in zip(runs.seeds, rates, strict=False)
+        ]
         for name in systems:
             held = [_highest_held(r) for r in found[trace, cv, name]]
             bought.append(
@@ -207,6 +212,7 @@ def _rates(
     if minutes:
         merge_csv(runs.out / "rates-10-minutes.csv", table)
         merge_csv(runs.out / "rates-10-minutes-bought-with.csv", bought)
+        merge_csv(runs.out / "rates-10-minutes-by-seed.csv", by_seed)
     else:
         merge_csv(runs.out / "rates.csv", table)
 
@@ -221,10 +227,10 @@ def _highest_held(found: dict[str, Any]) -> dict[str, Any]:
 
 def merge_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
     """Write a table; rows that the file has of other traces, CVs and rates stay if they have the same columns."""
-    key = ("trace", "cv", "system") if "system" in table[0] else ("trace", "cv", "rate")
+    key = ("trace", "cv", "system", "seed") if "system" in table[0] else ("trace", "cv", "rate")
 
     def of(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(float(row[k]) if k in ("cv", "rate") else row[k] for k in key if k in row)
+        return tuple(float(row[k]) if k in ("cv", "rate", "seed") else row[k] for k in key if k in row)
 
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if path.exists():
