@@ -1,7 +1,7 @@
 """`apt-plus` against Apt-Serve as published and against vLLM's scheduler, and what each of its rules contributes.
 
-    python -m benchmarks.scheduling.apt_plus rates     effective throughput at 90 % attainment, ratios to the better `apt` on the same seeds
-    python -m benchmarks.scheduling.apt_plus long      the same with ten minutes of arrivals, beside every reading of Apt-Serve
+    python -m benchmarks.scheduling.apt_plus rates     rate at 90 % attainment with ten minutes of arrivals, beside every reading of Apt-Serve
+    python -m benchmarks.scheduling.apt_plus picture   of these rates
     python -m benchmarks.scheduling.apt_plus cells     attainment, tokens/s, TTFT p99 and recomputed tokens: every trace, CV 1, 5 and 10, two loads
     python -m benchmarks.scheduling.apt_plus strict    the share of requests with every gap in time
     python -m benchmarks.scheduling.apt_plus parts     one rule at a time left out or changed
@@ -13,8 +13,8 @@ goes for throughput, on the hidden cache alone. Llama-2 has rotary embedding, so
 hybrid cache by reprojection there, `vllm-v1` keys and values.
 
 Constants were chosen with seeds from 100 on (`parts` uses these), on ShareGPT and LongBench and with a look at
-mooncake-conv and azure-conv. `rates` and `cells` judge on seeds from 0 on, `cells` also on four traces that were not
-looked at. Differences and ratios are paired by seed, with 95 % intervals. Finished runs are kept in the store, so that
+mooncake-conv, azure-conv, HumanEval and WikiText. `rates` and `cells` judge on seeds from 0 on, and also on traces that
+were not looked at. Differences and ratios are paired by seed, with 95 % intervals. Finished runs are kept in the store, so that
 an interrupted benchmark goes on.
 """
 
@@ -78,10 +78,6 @@ READINGS: dict[str, dict[str, Any]] = {
     RELEASED_PROBED: {"policy": "apt-released", "cache": "hybrid", "hidden_attention": "reproject", "rho_us": RHO_US},
 }
 """All readings of Apt-Serve: of its text, of Eq. 5 as in its authors' code, and of all of that code."""
-PICTURED = {
-    **{name: SYSTEMS[name] for name in (PLUS, APT_HYBRID, APT_KV)},
-    "vllm-v1, KV": {"policy": "vllm-v1", "cache": "kv", "hidden_attention": "reproject"},
-}
 
 
 class LargestFirst(AptPlusPolicy):
@@ -124,6 +120,8 @@ TRACES = {
     "mooncake-conv": ("llama-2-7b", "a100-80gb", SLO(ttft_s=4.0, tbt_s=1.0), (1.5, 4.0)),
 }
 TUNED = ("sharegpt", "longbench")
+LONG = ("sharegpt", "longbench", "humaneval", "wikitext", "bros-sharegpt", "bros-lmsys")
+"""Traces of `rates`."""
 NEAR = 0.95
 """Share of the best reading's rate on the first seed from which on a reading runs on the other seeds."""
 FIRST_TUNING_SEED = 100
@@ -142,25 +140,15 @@ def config_of(trace: str, system: dict[str, Any], **changes: Any) -> SimulationC
 
 
 def rates(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
-    """Effective throughput at 90 %: rates by seed, and the ratio to the better `apt` on each seed."""
-    _rates(runs, traces, cvs, {name: SYSTEMS[name] for name in (*APTS, PLUS)}, minutes=0.0)
-
-
-def long(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
-    """As `rates`, with ten minutes of arrivals in every run (500 requests if they are more), beside all readings of
-    Apt-Serve."""
-    _rates(runs, traces, cvs, {**READINGS, PLUS: SYSTEMS[PLUS]}, minutes=0.1 if runs.quick else 10.0)
-
-
-def _rates(
-    runs: Runs, traces: Sequence[str], cvs: Sequence[float], systems: dict[str, dict[str, Any]], minutes: float
-) -> None:
-    """Write the rates of `systems` and the ratio of `apt-plus` to the best of the others on each seed; and what the
-    highest rates tried that hold 90 % were bought with.
+    """Rates at 90 % attainment with ten minutes of arrivals (500 requests if they are more), beside every reading of
+    Apt-Serve; the ratio of `apt-plus` to the best of them on each seed; and what the highest rates tried that hold 90 %
+    were bought with.
 
     All run on the first seed, from where its search begins on the others; a system that holds less than `NEAR` of the
     best there is left out of the others (column "seeds").
     """
+    systems = {**READINGS, PLUS: SYSTEMS[PLUS]}
+    minutes = 0.1 if runs.quick else 10.0
     starts = {"sharegpt": (4.0, 14.0), "longbench": (1.2, 1.7)}
     shapes = [(trace, cv) for trace in traces for cv in cvs]
     found: dict[Any, list[dict[str, Any]]] = {}
@@ -187,7 +175,7 @@ def _rates(
     near = {shape: NEAR * max(first[*shape, name] for name in systems if name != PLUS) for shape in shapes}
     search({key: rate for key, rate in first.items() if key[-1] == PLUS or rate >= near[key[:2]]}, runs.seeds[1:])
     table, bought, by_seed = [], [], []
-    length = {"minutes": minutes} if minutes else {"requests": runs.num_requests}
+    length = {"minutes": minutes}
     for trace, cv in shapes:
         of = {name: [r["rates"][0] for r in found[trace, cv, name]] for name in systems}
         best = [max(r[i] for name, r in of.items() if name != PLUS and i < len(r)) for i in range(len(runs.seeds))]
@@ -209,12 +197,9 @@ def _rates(
                  "rate_tried": mean([h["rate"] for h in held]), **{f"{k}_percent": 100 * mean([h[k] for h in held]) for k in ("slo", "strict")},
                  **{k: mean([h[k] for h in held]) for k in COSTS}, "seeds": len(held), **length}
             )  # fmt: skip
-    if minutes:
-        merge_csv(runs.out / "rates-10-minutes.csv", table)
-        merge_csv(runs.out / "rates-10-minutes-bought-with.csv", bought)
-        merge_csv(runs.out / "rates-10-minutes-by-seed.csv", by_seed)
-    else:
-        merge_csv(runs.out / "rates.csv", table)
+    merge_csv(runs.out / "rates.csv", table)
+    merge_csv(runs.out / "rates-bought-with.csv", bought)
+    merge_csv(runs.out / "rates-by-seed.csv", by_seed)
 
 
 def _highest_held(found: dict[str, Any]) -> dict[str, Any]:
@@ -344,48 +329,42 @@ def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 
 
 def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
-    """Arrivals a second that attain their objectives (rate times attainment), against the rate; arrivals of the first
-    CV."""
-    rates_of = {
-        "sharegpt": (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0),
-        "longbench": (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0),
-    }
-    traces = [trace for trace in traces if trace in rates_of]
-    shapes = [(trace, cvs[0], rate) for trace in traces for rate in rates_of[trace]]
-    found = _measured(runs, "picture", shapes, PICTURED)
-    figure, axes = new_figure(1, len(traces), width=5.2, height=4.0)
-    table = []
-    for axis, trace in zip(axes[0], traces, strict=True):
-        for name in PICTURED:
-            y = [[rate * r["slo"] for r in found[trace, cvs[0], rate, name]] for rate in rates_of[trace]]
-            axis.errorbar(rates_of[trace], [mean(v) for v in y], [half_width(v) for v in y], label=name, marker=".", capsize=2,
-                          lw=2.4 if name == PLUS else 1.2)  # fmt: skip
-            table += [
-                {"trace": trace, "system": name, "rate": rate, "attained_per_s": mean(v), "half_width": half_width(v), "seeds": len(v),
-                 "requests": runs.num_requests}
-                for rate, v in zip(rates_of[trace], y, strict=True)
+    """Draw what `rates` found; no run."""
+    with (runs.out / "rates-by-seed.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    figure, axes = new_figure(1, len(cvs), width=5.0, height=4.2)
+    for axis, cv in zip(axes[0], cvs, strict=True):
+        found: dict[str, dict[str, dict[int, float]]] = {}
+        for row in rows:
+            if float(row["cv"]) == cv and row["trace"] in traces:
+                found.setdefault(row["trace"], {}).setdefault(row["system"], {})[int(row["seed"])] = float(row["rate"])
+        shown = [trace for trace in traces if trace in found]
+        for i, (name, text) in enumerate({PLUS: PLUS, "": "Apt-Serve, the best of seven readings"}.items()):
+            of = [
+                [max(r.get(seed, 0.0) for s, r in found[trace].items() if (s == PLUS) == (name == PLUS)) for seed in found[trace][PLUS]]
+                for trace in shown
             ]  # fmt: skip
-        axis.plot(rates_of[trace], rates_of[trace], color="gray", ls=":", lw=0.8)
-        axis.set(
-            xlabel="requests that arrive a second",
-            ylabel="of these, within their objectives",
-            title=f"{trace}, OPT-13B, one A100 40 GB, simulated",
-        )
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize="small")
-    save_figure(figure, runs.out / "goodput.png")
-    write_csv(runs.out / "goodput.csv", table)
+            at = np.arange(len(shown)) + 0.4 * i
+            axis.bar(at, [mean(v) for v in of], 0.38, yerr=[half_width(v) for v in of], capsize=2, label=text)
+            for x, v in zip(at.tolist(), of, strict=True):
+                axis.text(x, mean(v) * 1.12, f"{mean(v):.3g}", ha="center", fontsize="x-small")
+        axis.set_xticks(np.arange(len(shown)) + 0.2, shown, rotation=20, fontsize="small")
+        kind = "Poisson arrivals" if cv == 1 else f"bursts (CV {cv:g})"
+        axis.set(yscale="log", title=f"OPT-13B, one A100 40 GB, simulated; {kind}")
+        axis.title.set_fontsize("small")
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].set_ylabel("requests/s of which 90 % are within their objectives")
+    axes[0][0].legend(fontsize="small", loc="lower left")
+    save_figure(figure, runs.out / "rates.png")
 
 
 COMMANDS = {
     # name: (function, requests a run, seeds, traces)
-    "rates": (rates, 500, 10, TUNED),
-    "long": (long, 500, 6, ("sharegpt", "longbench", "humaneval", "wikitext", "bros-sharegpt", "bros-lmsys")),
+    "rates": (rates, 500, 6, LONG),
     "cells": (cells, 500, 5, tuple(TRACES)),
     "strict": (strict, 500, 6, tuple(TRACES)),
     "parts": (parts, 500, 5, TUNED),
-    "picture": (picture, 300, 5, TUNED),
+    "picture": (picture, 0, 6, LONG),
 }
 
 
