@@ -1,21 +1,19 @@
-"""`apt-plus` against Apt-Serve as published and against vLLM's scheduler, and what each of its rules contributes.
+"""`apt-plus` against Apt-Serve as published and as released, and what each of its rules contributes.
 
     python -m benchmarks.scheduling.apt_plus rates     rate at 90 % attainment with ten minutes of arrivals, beside every reading of Apt-Serve
     python -m benchmarks.scheduling.apt_plus picture   of these rates
-    python -m benchmarks.scheduling.apt_plus cells     attainment, tokens/s, TTFT p99 and recomputed tokens: every trace, CV 1, 5 and 10, two loads
     python -m benchmarks.scheduling.apt_plus strict    the share of requests with every gap in time
     python -m benchmarks.scheduling.apt_plus parts     one rule at a time left out or changed
 
 Simulated OPT-13B on one A100 of 40 GB (Llama-2-7B on one of 80 GB for traces beyond OPT's 2,048 tokens). `apt` is the
 paper's policy, with keys and values, with the paper's hybrid cache (reprojection), and with that cache and the rho that
-the authors' probe most likely gave. `apt-plus` uses absorption where the model allows it, and so does `vllm-v1`, which
-goes for throughput, on the hidden cache alone. Llama-2 has rotary embedding, so no absorption: `apt-plus` has the
-hybrid cache by reprojection there, `vllm-v1` keys and values.
+the authors' probe most likely gave; `apt-released` is what its authors released. `apt-plus` uses absorption where the
+model allows it; Llama-2 has rotary embedding, so it has the hybrid cache by reprojection there.
 
 Constants were chosen with seeds from 100 on (`parts` uses these), on ShareGPT and LongBench and with a look at
-mooncake-conv, azure-conv, HumanEval and WikiText. `rates` and `cells` judge on seeds from 0 on, and also on traces that
-were not looked at. Differences and ratios are paired by seed, with 95 % intervals. Finished runs are kept in the store, so that
-an interrupted benchmark goes on.
+mooncake-conv, azure-conv, HumanEval and WikiText. `rates` and `strict` judge on seeds from 0 on, and also on traces that
+were not looked at. Differences and ratios are paired by seed, with 95 % intervals. Finished runs are kept in the store,
+so that an interrupted benchmark goes on.
 """
 
 import argparse
@@ -62,16 +60,11 @@ UNCOUNTED, RELEASED_KV, RELEASED, RELEASED_PROBED = (
 PLUS = "apt-plus"
 ABSORB = {"cache": "hybrid", "hidden_attention": "absorb"}
 HIDDEN = {"cache": "hidden", "hidden_attention": "absorb"}
-SYSTEMS: dict[str, dict[str, Any]] = {
+OF_PLUS: dict[str, Any] = {"policy": "apt-plus", **ABSORB}
+READINGS: dict[str, dict[str, Any]] = {
     APT_KV: {"policy": "apt", "cache": "kv", "hidden_attention": "reproject"},
     APT_HYBRID: {"policy": "apt", "cache": "hybrid", "hidden_attention": "reproject"},
     APT_PROBED: {"policy": "apt", "cache": "hybrid", "hidden_attention": "reproject", "rho_us": RHO_US},
-    PLUS: {"policy": "apt-plus", **ABSORB},
-    "vllm-v1, hidden": {"policy": "vllm-v1", **HIDDEN},
-}  # fmt: skip
-APTS = (APT_KV, APT_HYBRID, APT_PROBED)
-READINGS: dict[str, dict[str, Any]] = {
-    **{name: SYSTEMS[name] for name in APTS},
     UNCOUNTED: {"policy": "apt?count_violated=false", "cache": "hybrid", "hidden_attention": "reproject"},
     RELEASED_KV: {"policy": "apt-released", "cache": "kv", "hidden_attention": "reproject"},
     RELEASED: {"policy": "apt-released", "cache": "hybrid", "hidden_attention": "reproject"},
@@ -92,8 +85,8 @@ class LargestFirst(AptPlusPolicy):
 
 
 PARTS: dict[str, dict[str, Any]] = {
-    PLUS: SYSTEMS[PLUS],
-    "keys and values alone": {**SYSTEMS[APT_KV], "policy": "apt-plus"},
+    PLUS: OF_PLUS,
+    "keys and values alone": {**READINGS[APT_KV], "policy": "apt-plus"},
     "late gaps are not spent": {"policy": "apt-plus?forgiven_gaps=0", **ABSORB},
     "nobody pauses for others": {"policy": "apt-plus?urgent_s=0", **ABSORB},
     "pauses at once, not when urgent": {"policy": "apt-plus?urgent_s=1e9", **ABSORB},
@@ -109,7 +102,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 TRACES = {
-    # trace: (model, hardware, SLO, rates of `cells`)
+    # trace: (model, hardware, SLO, rates of `strict`)
     "sharegpt": ("opt-13b", "a100-40gb", SLO(ttft_s=1.0, tbt_s=1.0), (4.0, 8.0)),
     "longbench": ("opt-13b", "a100-40gb", SLO(ttft_s=4.0, tbt_s=1.0), (1.0, 1.3)),
     "humaneval": ("opt-13b", "a100-40gb", SLO(ttft_s=0.5, tbt_s=0.5), (8.0, 14.0)),
@@ -147,7 +140,7 @@ def rates(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
     All run on the first seed, from where its search begins on the others; a system that holds less than `NEAR` of the
     best there is left out of the others (column "seeds").
     """
-    systems = {**READINGS, PLUS: SYSTEMS[PLUS]}
+    systems = {**READINGS, PLUS: OF_PLUS}
     minutes = 0.1 if runs.quick else 10.0
     starts = {"sharegpt": (4.0, 14.0), "longbench": (1.2, 1.7)}
     shapes = [(trace, cv) for trace in traces for cv in cvs]
@@ -194,7 +187,7 @@ def rates(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
             held = [_highest_held(r) for r in found[trace, cv, name]]
             bought.append(
                 {"trace": trace, "cv": cv, "system": name, "rate": mean(of[name]), "half_width": half_width(of[name]),
-                 "rate_tried": mean([h["rate"] for h in held]), **{f"{k}_percent": 100 * mean([h[k] for h in held]) for k in ("slo", "strict")},
+                 "rate_tried": mean([h["rate"] for h in held]), **{f"{k}_percent": 100 * mean([h[k] for h in held]) for k in ("slo", "strict", "bound")},
                  **{k: mean([h[k] for h in held]) for k in COSTS}, "seeds": len(held), **length}
             )  # fmt: skip
     merge_csv(runs.out / "rates.csv", table)
@@ -248,38 +241,11 @@ def _measured(
     return found
 
 
-def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
-    """Every system in every cell, of `apt-plus` the paired difference to the better `apt` of the cell, and what no
-    policy can exceed."""
-    shapes = [(trace, cv, rate) for trace in traces for cv in cvs for rate in TRACES[trace][3]]
-    found = _measured(runs, "cells", shapes, SYSTEMS)
-    table = []
-    for shape in shapes:
-        at = {name: [100 * r["slo"] for r in found[*shape, name]] for name in SYSTEMS}
-        better = max(APTS, key=lambda name: mean(at[name]))
-        gain, half = paired(at[PLUS], at[better])
-        of = {name: {k: mean([r[k] for r in found[*shape, name]]) for k in COSTS} for name in SYSTEMS}
-        most = max(of[name]["tokens_per_s"] for name in SYSTEMS)
-        apt, plus = of[better], of[PLUS]
-        table.append(
-            {"trace": shape[0], "cv": shape[1], "rate": shape[2], **{name: mean(v) for name, v in at.items()},
-             "better_apt": better, "gain": gain, "half_width": half,
-             "bound": mean([100 * r["bound"] for r in found[*shape, PLUS]]), "tokens_of_best_percent": 100 * plus["tokens_per_s"] / most,
-             "ttft_p99_s": plus["ttft_p99_s"], "ttft_p99_s_of_apt": apt["ttft_p99_s"],
-             "recomputed": plus["recomputed_tokens"], "recomputed_by_apt": apt["recomputed_tokens"],
-             **{f"strict{of}": mean([100 * r["strict"] for r in found[*shape, name]]) for of, name in (("", PLUS), ("_of_apt", better))},
-             "seeds": len(runs.seeds), "requests": runs.num_requests}
-        )  # fmt: skip
-    merge_csv(runs.out / "cells.csv", table)
-    for row in table:
-        print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()})
-
-
 STRICT: dict[str, dict[str, Any]] = {
-    APT_KV: SYSTEMS[APT_KV],
-    "apt-plus, KV": {**SYSTEMS[APT_KV], "policy": "apt-plus"},
-    "apt-plus, KV, forgiven_gaps=0": {**SYSTEMS[APT_KV], "policy": "apt-plus?forgiven_gaps=0"},
-    PLUS: SYSTEMS[PLUS],
+    APT_KV: READINGS[APT_KV],
+    "apt-plus, KV": {**READINGS[APT_KV], "policy": "apt-plus"},
+    "apt-plus, KV, forgiven_gaps=0": {**READINGS[APT_KV], "policy": "apt-plus?forgiven_gaps=0"},
+    PLUS: OF_PLUS,
     "apt-plus, forgiven_gaps=0": {"policy": "apt-plus?forgiven_gaps=0", **ABSORB},
 }
 
@@ -361,9 +327,8 @@ def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 COMMANDS = {
     # name: (function, requests a run, seeds, traces)
     "rates": (rates, 500, 6, LONG),
-    "cells": (cells, 500, 5, tuple(TRACES)),
-    "strict": (strict, 500, 6, tuple(TRACES)),
-    "parts": (parts, 500, 5, TUNED),
+    "strict": (strict, 1000, 6, LONG),
+    "parts": (parts, 1000, 5, TUNED),
     "picture": (picture, 0, 6, LONG),
 }
 
