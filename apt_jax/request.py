@@ -241,8 +241,8 @@ class EngineRequest:
     """Session that the call belongs to, as its client names it; sessions never cross tenants. None: the session whose
     cached prefix the prompt continues, if any (`apt_jax.engine.sessions`)."""
     retain_s: float | None = None
-    """Seconds for which the client asks to keep the cached prefix (`cache_control`, `prompt_cache_options`), or after
-    which a simulation's next call comes; advice that retention policies bound."""
+    """Seconds after the answer for which the client asks to keep the session's cache, or after which a simulation's next
+    call comes; advice that retention policies bound. None or 0: the client does not ask."""
     work: Literal["", "tool", "person"] = ""
     """Kind of work that the answer asks for before the session's next call, as far as it is known beforehand
     (`Engine.note_answer`)."""

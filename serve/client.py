@@ -85,6 +85,7 @@ def make_request(
     slo_e2e_ms: float | None = None,
     slo_class: str | None = None,
     deadline_ms: float | None = None,
+    retain_s: float | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """Return a `GenerateRequest` message; `sampling` are fields of its `SamplingParams`. A value of None selects the
@@ -107,6 +108,7 @@ def make_request(
         slo=pb.Slo(ttft_ms=slo_ttft_ms, tbt_ms=slo_tbt_ms, e2e_ms=slo_e2e_ms),
         slo_class=_CLASSES[slo_class],
         deadline_ms=deadline_ms,
+        retain_s=retain_s,
     )
     if isinstance(prompt, str):
         request.text = prompt

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from apt_jax.models import ModelParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with one of ``"prompt"`` and ``"prompt_token_ids"``, and optionally ``"cache_salt"`` and ``"session_id"``."""
+"""Text, token ids, or a mapping with one of ``"prompt"`` and ``"prompt_token_ids"``, and optionally ``"cache_salt"``, ``"session_id"`` and ``"retain_s"``."""
 Adapter = str | Any | None
 """Name of a LoRA adapter, an object with the attribute `lora_name`, or None."""
 
@@ -146,6 +146,9 @@ _OF_CALLS = {
     "guided_options_request": WAYS_OUT["guided_decoding"],
     "priority": "use slo_class",
     **dict.fromkeys(
+        ("cache_salt", "session_id", "retain_s"), "give it with the prompt, as in {'prompt': ..., 'session_id': ...}"
+    ),
+    **dict.fromkeys(
         ("slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "ttft_s", "tbt_s", "e2e_s"),
         "use slo=SLO(ttft_s=..., tbt_s=...), in seconds",
     ),
@@ -238,7 +241,8 @@ class LLM:
 
         Args:
             prompts: a string, a list of token ids, vLLM's ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``, each
-                optionally with ``"cache_salt"`` and ``"session_id"``, or a list of them.
+                optionally with ``"cache_salt"``, ``"session_id"`` and ``"retain_s"``, or a list of them. `retain_s`
+                asks `retention` to keep the session's cache for so many seconds after the answer, at most an hour.
             sampling_params: for all prompts, or one entry per prompt; None: the defaults (16 tokens at temperature 1).
             slo: latency objectives, for all prompts or one entry per prompt; None: `default_slo`.
             slo_class: "rt" (real time) or "be" (best effort), for all prompts or one entry per prompt; None:
@@ -301,6 +305,8 @@ class LLM:
         *,
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
+        session_id: str | Sequence[str | None] | None = None,
+        retain_s: float | Sequence[float | None] | None = None,
         slo: SLO | Sequence[SLO | None] | None = None,
         slo_class: str | Sequence[str | None] | None = None,
         lora_request: Adapter | Sequence[Adapter] = None,
@@ -313,6 +319,8 @@ class LLM:
                 like a special token is encoded as plain text.
             tools: functions that the model may call, for chat templates that support them; calls are returned as text.
             add_generation_prompt: end the prompt with the start of the model's turn.
+            session_id, retain_s: as in the prompts of `generate`, for all conversations or one entry per conversation;
+                None: not given.
             sampling_params, slo, slo_class, lora_request, use_tqdm: see `generate`.
 
         Returns:
@@ -326,9 +334,17 @@ class LLM:
         if len(messages) and isinstance(messages[0], Mapping):
             conversations = [messages]
         with _naming_keywords():
+            sessions = _one_each("session_id", session_id, len(conversations))
+            times = _one_each("retain_s", retain_s, len(conversations))
             prompts = [
-                self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
-                for one in conversations
+                {
+                    "prompt_token_ids": self.parts.chat_prompt(
+                        one, tools=tools, add_generation_prompt=add_generation_prompt
+                    ),
+                    "session_id": session,
+                    "retain_s": time_s,
+                }
+                for one, session, time_s in zip(conversations, sessions, times, strict=True)
             ]
         return self.generate(
             prompts, sampling_params, slo=slo, slo_class=slo_class, lora_request=lora_request, use_tqdm=use_tqdm
@@ -429,7 +445,7 @@ class LLM:
         return requests
 
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "session_id")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "session_id", "retain_s")
 
 
 def _prompt_fields(prompt: Any) -> dict[str, Any]:

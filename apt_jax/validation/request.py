@@ -64,7 +64,7 @@ def build_request(
     adapter: object = None,
     cache_salt: object = None,
     session_id: object = None,
-    retain_s: float | None = None,
+    retain_s: object = None,
     work: Literal["", "tool", "person"] = "",
     tenant: str | None = None,
 ) -> EngineRequest:
@@ -90,7 +90,7 @@ def build_request(
         max_queue_s: see `EngineRequest`; checked by the caller.
         adapter: name of a LoRA adapter; None: no adapter.
         cache_salt, session_id, work: see `EngineRequest`.
-        retain_s: see `EngineRequest`; at most `MAX_RETAIN_S` counts.
+        retain_s: raw number of seconds, see `EngineRequest`; more than `MAX_RETAIN_S` counts as `MAX_RETAIN_S`.
         tenant: see `EngineRequest`; from authentication, not from the request's input.
 
     Raises:
@@ -104,6 +104,7 @@ def build_request(
     checked_adapter = _adapter(limits, adapter)
     checked_salt = None if cache_salt is None else _name("cache_salt", cache_salt, MAX_CACHE_SALT_CHARS)
     session = None if session_id is None else _session_id(session_id)
+    checked_retain_s = None if retain_s is None else check_number("retain_s", retain_s, signed=False)
     checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
     keep_last = _kept_tokens(limits, checked_params)
     token_ids = checked_prompt(limits, tokenizer, prompt, prompt_token_ids, keep_last)
@@ -133,7 +134,7 @@ def build_request(
         adapter=checked_adapter,
         cache_salt=checked_salt,
         session_id=session,
-        retain_s=None if retain_s is None else min(retain_s, MAX_RETAIN_S),
+        retain_s=None if checked_retain_s is None else min(checked_retain_s, MAX_RETAIN_S),
         work=work,
         tenant=tenant,
     )

@@ -44,6 +44,8 @@ def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str,
             fields["prompt"] = request.text
         case "token_ids":
             fields["prompt_token_ids"] = list(request.token_ids.ids)
+    if request.HasField("retain_s"):
+        fields["retain_s"] = request.retain_s
     fields |= slo_fields(metadata, request.slo, request.slo_class)
     return fields
 

@@ -28,6 +28,7 @@ from apt_jax.frontend.progress import ProgressBars
 from apt_jax.lab.reference_model import forward
 from apt_jax.models import LoadedModel, load_model
 from apt_jax.request import WAYS_OUT, CompletionOutput, RequestOutput, StructuredOutputsParams
+from apt_jax.text.chat import ChatTemplate
 from apt_jax.utils.activity import activity
 from tests.support.caches import calibrations_apart
 from tests.support.cases import ALL
@@ -56,6 +57,13 @@ def generate(llm: LLM, *args, **kwargs) -> list[RequestOutput]:
     outputs = llm.generate(*args, use_tqdm=False, **kwargs)
     assert_clean(llm.parts)
     return outputs
+
+
+def hints(llm: LLM) -> dict[str, float]:
+    """Seconds for which the client asks to keep each named session."""
+    sessions = llm.engine.states.sessions
+    assert sessions is not None
+    return {name: float(sessions.table.hint_s[rows[0]]) for (_, name), rows in sessions._named.items()}
 
 
 def text_of(ids) -> str:
@@ -112,6 +120,27 @@ def test_the_forms_of_prompts(prompts, num):
     outputs = generate(toy(), prompts, GREEDY)
     assert len(outputs) == num
     assert all(len(only(o).token_ids) == 8 for o in outputs)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept_s"), [(None, 0.0), (0, 0.0), (90, 90.0), (np.float32(0.5), 0.5), (1e30, 3600.0)]
+)
+def test_a_prompt_asks_how_long_its_session_is_kept(asked, kept_s):
+    llm = toy(retention="knapsack")
+    generate(llm, {"prompt": "a", "session_id": "s", "retain_s": asked}, GREEDY)
+    assert hints(llm) == {"s": kept_s}
+
+
+def test_conversations_name_sessions_and_ask_how_long_to_keep_them():
+    llm = toy(retention="knapsack", chat_template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    one = [{"role": "user", "content": "hi"}]
+    llm.chat(one, GREEDY, session_id="a", retain_s=60, use_tqdm=False)
+    llm.chat([one, one], GREEDY, session_id=["b", "c"], retain_s=[7200, None], use_tqdm=False)
+    assert hints(llm) == {"a": 60.0, "b": 3600.0, "c": 0.0}
+    with pytest.raises(InvalidRequestError, match=r"^retain_s: -1.0 must not be negative \(prompts\[1\]\)"):
+        llm.chat([one, one], GREEDY, retain_s=[1, -1], use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"^session_id: 1 entry for 2 prompts"):
+        llm.chat([one, one], GREEDY, session_id=["b"], use_tqdm=False)
 
 
 def test_more_prompts_than_the_queue_takes():
@@ -258,6 +287,9 @@ def test_without_a_tokenizer_there_are_tokens_and_no_text():
         (["a", {"prompt": "a", "multi_modal_data": {"image": 1}}], {}, "prompt"),
         ({"prompt_token_ids": "a"}, {}, "prompt_token_ids"),
         ({"prompt": "a", "cache_salt": 5}, {}, "cache_salt"),
+        ({"prompt": "a", "retain_s": "60"}, {}, "retain_s"),
+        ({"prompt": "a", "retain_s": -1}, {}, "retain_s"),
+        ({"prompt": "a", "retain_s": float("inf")}, {}, "retain_s"),
         ("x", {"slo": {"ttft_s": 1}}, "slo"),
         (["x", "y"], {"slo": [SLO()]}, "slo"),
         ("x", {"slo": (0.5, 0.5)}, "slo"),
@@ -281,6 +313,7 @@ def test_bad_input_is_refused_before_anything_runs(prompts, kwargs, field):
         (lambda llm: llm.generate(prompt_token_ids=[1]), r"^LLM.generate has no parameter 'prompt_token_ids'; give token ids as"),
         (lambda llm: llm.generate("x", temperature=0), r"'temperature'; use sampling_params=SamplingParams\(...\)$"),
         (lambda llm: llm.generate("x", slo_ttft_ms=5), r"'slo_ttft_ms'; use slo=SLO\("),
+        (lambda llm: llm.generate("x", retain_s=5), r"'retain_s'; give it with the prompt"),
         (lambda llm: llm.chat([], chat_template="x"), r"'chat_template'; give a file to LLM\(chat_template=FILE\)$"),
         (lambda llm: llm.embed("x", normalise=True), r"^LLM.embed has no parameter 'normalise'; did you mean normalize\?$"),
         (lambda llm: configure("m", None, {"default_slo_ttft_ms": 5}), r"use default_slo=SLO\(ttft_s=...\), in seconds$"),

@@ -287,6 +287,8 @@ def test_R26_missing_parts(serve_toy):
             (pb.GenerateRequest(sampling=pb.SamplingParams()), "prompt"),
             (pb.GenerateRequest(token_ids=pb.TokenIds()), "prompt_token_ids"),
             (pb.GenerateRequest(text="x", slo_class=9), "slo_class"),  # type: ignore[arg-type]
+            (pb.GenerateRequest(text="x", retain_s=-1), "retain_s"),
+            (pb.GenerateRequest(text="x", retain_s=float("nan")), "retain_s"),
         ):
             error = await raw_call(served, message.SerializeToString())
             assert error.code() is Code.INVALID_ARGUMENT
@@ -441,6 +443,23 @@ def test_the_class_comes_from_the_message_then_the_tier(serve_toy, fields, metad
         chunks, _ = await collect(served, "hello", max_tokens=1, metadata=metadata, **fields)
         assert seen == [want]
         assert chunks[-1].finish.slo_class == {"rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}[want]
+
+    serve_toy(scenario)
+
+
+@pytest.mark.parametrize(("asked", "want"), [({}, None), ({"retain_s": 90.0}, 90.0), ({"retain_s": 1e30}, 3600.0)])
+def test_a_call_asks_how_long_its_session_is_kept(serve_toy, asked, want):
+    async def scenario(served):
+        seen = []
+        add = served.parts.engine.add_request
+
+        def noting(request):
+            seen.append((request.session_id, request.retain_s))
+            add(request)
+
+        served.parts.engine.add_request = noting
+        await collect(served, "hello", max_tokens=1, metadata={"x-session-id": "s"}, **asked)
+        assert seen == [("s", want)]
 
     serve_toy(scenario)
 
