@@ -339,6 +339,7 @@ class RequestStates(ColumnTable):
             max_tokens=params.max_tokens,
             slo_ttft_s=request.slo.ttft_s,
             slo_tbt_s=request.slo.tbt_s,
+            slo_e2e_s=request.slo.e2e_s,
             best_effort=request.slo_class == "be",
             tenant=self.tenants.setdefault(request.tenant, len(self.tenants)),
             known_length=_has_known_length(request, constraint),

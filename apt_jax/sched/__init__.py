@@ -99,7 +99,7 @@ POLICIES: dict[str, PolicyMaker] = {
     "edf": PolicyMaker(
         EdfPolicy,
         source="earliest deadline first",
-        summary="all requests by when their next token is due, mixed steps of 2048 tokens; preempt the latest deadline",
+        summary="all requests by when they are next due, end-to-end objectives included, mixed steps of 2048 tokens; preempt the latest deadline",
     ),
 }
 """Serving policies, keyed by their names for `--scheduling-policy`; `all_policies` adds the policies for comparison."""

@@ -1,6 +1,7 @@
 """The table of all live requests: one NumPy column per property, one row per request."""
 
 import copy
+import math
 from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -76,6 +77,7 @@ class RequestTable(ColumnTable):
     num_outputs = column(np.int32)  # output tokens, including tokens in flight
     slo_ttft_s = column(np.float64)
     slo_tbt_s = column(np.float64)
+    slo_e2e_s = column(np.float64)
     num_delivered = column(np.int32)  # output tokens counted by `record_tokens`
     ttft_missed = column(np.bool_)  # the first token came after slo_ttft_s
     num_late_gaps = column(np.int32)  # gaps between delivered tokens longer than slo_tbt_s
@@ -112,6 +114,7 @@ class RequestTable(ColumnTable):
         max_tokens: int,
         slo_ttft_s: float,
         slo_tbt_s: float,
+        slo_e2e_s: float = math.inf,
         best_effort: bool = False,
         tenant: int = 0,
         known_length: bool = False,
@@ -128,6 +131,7 @@ class RequestTable(ColumnTable):
         self.max_tokens_total[row] = prompt_len + max_tokens
         self.slo_ttft_s[row] = slo_ttft_s
         self.slo_tbt_s[row] = slo_tbt_s
+        self.slo_e2e_s[row] = slo_e2e_s
         self.best_effort[row] = best_effort
         self.tenant[row] = tenant
         self.known_length[row] = known_length

@@ -59,6 +59,14 @@ def generate(llm: LLM, *args, **kwargs) -> list[RequestOutput]:
     return outputs
 
 
+def test_the_policy_knows_every_objective_of_a_request():
+    llm = toy(policy="edf", max_num_seqs=1)
+    slos = [SLO(e2e_s=e2e_s) for e2e_s in (300.0, 100.0, 200.0)] + [SLO(ttft_s=150.0), SLO()]
+    outputs = generate(llm, ["a"] * 5, GREEDY, slo=slos)
+    served = sorted(range(5), key=lambda i: outputs[i].metrics.token_times_s[0])
+    assert served == [1, 3, 2, 0, 4]
+
+
 def hints(llm: LLM) -> dict[str, float]:
     """Seconds for which the client asks to keep each named session."""
     sessions = llm.engine.states.sessions

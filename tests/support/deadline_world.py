@@ -33,9 +33,10 @@ def decode(
     arrival_s: float = 0.0,
     ttft_s: float = np.inf,
     tbt_s: float = np.inf,
+    e2e_s: float = np.inf,
 ) -> int:
     """A request that decodes and had its last token at `last_s`."""
-    row = world.add(8, 100, arrival_s=arrival_s, ttft_s=ttft_s, tbt_s=tbt_s)
+    row = world.add(8, 100, arrival_s=arrival_s, ttft_s=ttft_s, tbt_s=tbt_s, e2e_s=e2e_s)
     world.hold(row, KV, num_outputs=outputs)
     world.table.last_token_s[row] = last_s
     return row

@@ -80,6 +80,8 @@ class World:
         arrival_s: float | None = None,
         ttft_s: float = np.inf,
         tbt_s: float = np.inf,
+        e2e_s: float = np.inf,
+        known_length: bool = False,
         tenant: int = 0,
     ) -> int:
         row = self.table.add(
@@ -89,6 +91,8 @@ class World:
             max_tokens=max_tokens,
             slo_ttft_s=ttft_s,
             slo_tbt_s=tbt_s,
+            slo_e2e_s=e2e_s,
+            known_length=known_length,
             tenant=tenant,
         )
         self._rank += 1

@@ -108,6 +108,7 @@ class FairBatchingPolicy:
       addition to the blocks that all running requests still need for their prompts. If blocks run out, the latest
       arrival is preempted, and no request is admitted in that step.
     * The Prefill Admission Budget, for routers of several engines, is not part of a policy.
+    * End-to-end objectives, which the paper does not have, are not read.
 
     Starvation: prompts wait while urgent decodes take all the time, but only until these decodes end.
 

@@ -8,6 +8,7 @@ from apt_jax.core.kinds import KV
 from apt_jax.sched.kind_by_cost import kinds_by_cost
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import KnapsackProblem
+from apt_jax.sched.reservation import expected_tokens
 from apt_jax.sched.step_packer import (
     Rows,
     StepPacker,
@@ -52,6 +53,9 @@ LEFTOVER_TOKENS = 64
 """Like `RESERVE_TOKENS`, but for the admission of requests that can no longer attain their SLOs and would be paused
 first."""
 
+END_SHARE = 0.5
+"""Share of the time left to its end-to-end deadline that the rest of a request may take if it is to be paused."""
+
 _MOST_EXTRA = 8
 """Maximum number of requests without a miss that a step preempts so that more waiting requests are on time
 (`forgiven_gaps` = 0)."""
@@ -69,13 +73,15 @@ class AptPlusPolicy:
        requests gains more than its slower reads cost (`kinds_by_cost`): always with absorption, hardly ever with
        reprojection.
     3. *Admission.* The knapsack of Apt-Serve Eq. 7, with the pending times p_i as values, chooses among the waiting
-       requests that would be on time if they started now. Requests that were paused in the middle of their answer and
+       requests that would be on time if they started now; a request with an end-to-end objective must also be expected
+       to end in time (`time_to_end`). Requests that were paused in the middle of their answer and
        have no objective rank before all others. Late requests get the blocks that are left after `LEFTOVER_TOKENS` more
        tokens are set aside for every decoding request: first requests without a token, then paused requests, each group
        by arrival.
     4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running requests that lose no
        attainment by a pause: requests that have missed an objective, and requests with so many tokens that their 99th
-       percentile meets the objective despite one more late gap. No other requests are paused for it. The latest
+       percentile meets the objective despite one more late gap, if the rest of the request takes at most `END_SHARE` of
+       the time left by its end-to-end objective. No other requests are paused for it. The latest
        arrivals are paused first, because they have the most tokens left, so their memory is free for the longest time.
        Recomputation of paused requests may take `RECOMPUTE_SHARE` of the time.
        If the next positions do not fit the pool, requests are paused in the same order.
@@ -202,19 +208,23 @@ class AptPlusPolicy:
         table = view.table
         free = self.has_missed(view, rows) | self._best_effort(view, rows)
         late = table.num_late_gaps.take(rows) + 1
-        return free | (late <= self._num_forgiven(table.num_outputs.take(rows)))
+        left_s, rest_s = time_to_end(view, rows)
+        rest_s += view.costs.prefill_per_token_s * table.num_tokens.take(rows)  # computed again after the pause
+        can_end = rest_s <= END_SHARE * left_s
+        return free | (can_end & (late <= self._num_forgiven(table.num_outputs.take(rows))))
 
     def has_missed(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
         """Return the (n,) mask of requests that count as having missed an objective.
 
-        A request counts if its first token was late, if the gap since its last token is already late, or if more gaps
-        were late than are forgiven. Except for a late first token, this may change back, because more late gaps are
-        forgiven in a longer output.
+        A request counts if its first token was late, if its end-to-end deadline has passed, if the gap since its last
+        token is already late, or if more gaps were late than are forgiven. The last two may change back, because more
+        late gaps are forgiven in a longer output.
         """
         table = view.table
+        ends_late = view.now_s > table.arrival_s.take(rows) + table.slo_e2e_s.take(rows)
         open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)
         over = table.num_late_gaps.take(rows) > self._num_forgiven(table.num_outputs.take(rows))
-        return table.ttft_missed.take(rows) | over | open_late
+        return table.ttft_missed.take(rows) | ends_late | over | open_late
 
     def _num_forgiven(self, num_outputs: NDArray[np.int32]) -> NDArray[np.float64]:
         """Return, for each request, how many gaps may be late without its missing the TBT objective.
@@ -333,6 +343,8 @@ class _Waiting:
         at_best_s = pending_s + prefill_s(view, rows, self.kind, partial, decode_s)
         started = table.num_delivered[rows] > 0
         objective_s = np.where(started, table.slo_tbt_s[rows], table.slo_ttft_s[rows])
+        left_s, rest_s = time_to_end(view, rows)
+        objective_s = np.minimum(objective_s, pending_s + left_s - rest_s)
         low = policy._best_effort(view, rows)
         on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows)) & ~low
         self.value = np.where(on_time, pending_s, np.where(low, 0.0, policy.violation_decay * pending_s))
@@ -348,6 +360,29 @@ class _Waiting:
         num = int(np.searchsorted(np.cumsum(lengths), view.max_num_batched_tokens, side="right"))
         self.urgent = urgent[: max(num, 1)]
         """Indices of requests that may pause others and start in this step, in decreasing order of value per block."""
+
+
+def time_to_end(view: SchedulerView, rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return how long each row has until its end-to-end deadline, and how long its tokens after the next one take.
+
+    The number of these tokens is the median of what similar requests had (`expected_tokens`; with too few such requests
+    it is 0), and they come at the pace of a step of the requests that decode now.
+
+    Returns:
+        Two (n,) arrays of seconds: the time left, negative if the deadline has passed and infinite without an
+        end-to-end objective; and the time of the tokens, 0 without one.
+    """
+    table = view.table
+    left_s = table.arrival_s.take(rows) + table.slo_e2e_s.take(rows) - view.now_s
+    rest_s = np.zeros(rows.size)
+    due = np.flatnonzero(np.isfinite(left_s))
+    if due.size:
+        decoding = split_running(view)[0]
+        ones = np.ones(decoding.size, np.int32)
+        step_s = view.costs.step_s(ones, table.num_cached[decoding], table.kind[decoding])
+        later = expected_tokens(view, rows[due], 0.5) - table.num_tokens.take(rows[due]) - 1
+        rest_s[due] = np.maximum(later, 0) * step_s
+    return left_s, rest_s
 
 
 def prefill_s(

@@ -29,6 +29,18 @@ def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
     return due_s
 
 
+def deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
+    """Return the (n,) times in seconds by which `EdfPolicy` orders `rows`.
+
+    That is the earlier of `next_deadline_s` and arrival + end-to-end objective. An end-to-end deadline that has passed
+    does not count, because no order can meet it any more.
+    """
+    table = view.table
+    due_s = next_deadline_s(view, rows)
+    end_s = table.arrival_s.take(rows) + table.slo_e2e_s.take(rows)
+    return np.where((end_s < view.now_s) | table.best_effort.take(rows), due_s, np.minimum(due_s, end_s))
+
+
 def in_order(view: SchedulerView, rows: Rows, key: NDArray[np.float64]) -> NDArray[np.intp]:
     """Return indices that sort `rows` by ascending `key`, equal keys by arrival."""
     return np.lexsort((view.table.rank.take(rows), key))
@@ -37,7 +49,9 @@ def in_order(view: SchedulerView, rows: Rows, key: NDArray[np.float64]) -> NDArr
 class EdfPolicy:
     """Orders all requests by the deadline of their next token and serves the earliest deadline first.
 
-    The first token is due TTFT after the arrival, each later token TBT after the previous token. In this order all
+    The first token is due TTFT after the arrival, each later token TBT after the previous token. With an end-to-end
+    objective, all tokens are due that long after the arrival too, and the earlier deadline counts; once the end-to-end
+    deadline has passed, only the others do. So an end-to-end objective can only move a request forward. In this order all
     requests, decodes as well as prompts (in chunks), take their tokens from the budget of a step. Memory:
 
     * A waiting request is admitted if the blocks of its whole prompt are free in addition to the blocks that running
@@ -60,7 +74,7 @@ class EdfPolicy:
     def schedule(self, view: SchedulerView) -> Plan:
         table, running = view.table, view.running
         budget = min(self.budget, view.max_num_batched_tokens)
-        due_s = next_deadline_s(view, running)
+        due_s = deadline_s(view, running)
         order = in_order(view, running, due_s)
         running, due_s = running[order], due_s[order]
         wanted = view.remaining(running)
@@ -73,7 +87,7 @@ class EdfPolicy:
         if view.waiting.size and running.size < view.max_num_seqs:
             growth = blocks_after(view, running, num_tokens) - table.num_blocks[running]
             free = view.free_blocks - int(growth.sum())
-            waiting_s = next_deadline_s(view, view.waiting)
+            waiting_s = deadline_s(view, view.waiting)
             first = in_order(view, view.waiting, waiting_s)
             started, their_tokens, their_kind = admissible(view, view.waiting[first], free)
             running = np.concatenate([running, started])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from apt_jax.sched import HIDDEN, KV, AptPlusPolicy, StepCosts
-from apt_jax.sched.policies.apt_plus import RECOMPUTE_START_S
+from apt_jax.sched.policies.apt_plus import RECOMPUTE_START_S, time_to_end
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.simulator import simulate
@@ -419,6 +419,67 @@ def test_who_has_missed_an_objective():
     w.now_s = 60.0
     w.table.ttft_missed[row] = True
     assert missed()
+
+
+def test_a_request_has_missed_once_its_end_to_end_deadline_has_passed():
+    w = world()
+    row = w.hold(w.add(5, arrival_s=0.0, e2e_s=60.0), KV, num_outputs=50)
+    for w.now_s, missed in ((60.0, False), (60.1, True)):
+        assert AptPlusPolicy().has_missed(w.view(), np.array([row], np.int32)).tolist() == [missed]
+
+
+# --- end-to-end objectives -----------------------------------------------------------------------------------------
+
+
+def test_the_time_to_the_end_is_that_of_the_tokens_after_the_next():
+    w = world()
+    w.hold(w.add(100, 51, e2e_s=8.0, known_length=True), KV, num_outputs=20)
+    w.hold(w.add(100, 51, known_length=True), KV, num_outputs=20)
+    w.add(20, 41, arrival_s=-1.0, e2e_s=3.0, known_length=True)
+    w.add(20, 41, e2e_s=3.0)  # of unknown length: at least the next token
+    w.now_s = 2.0
+    left_s, rest_s = time_to_end(w.view(), np.arange(4, dtype=np.int32))
+    step_s = 0.02 + 2 * 1e-4 + 240 * 1e-6
+    assert left_s == pytest.approx([6.0, np.inf, 0.0, 1.0])
+    assert rest_s == pytest.approx([30 * step_s, 0.0, 40 * step_s, 0.0])
+    for _ in range(30):
+        w.table.lengths.record([], 11, cut_off=False)
+    _, rest_s = time_to_end(w.view(), np.array([3], np.int32))
+    assert rest_s == pytest.approx([10 * step_s])
+
+
+def test_who_cannot_end_in_time_starts_with_what_is_left():
+    """Two requests wait, and there is room for one; the first has waited longer."""
+
+    def first(e2e_s: float, max_tokens: int) -> int:
+        w = world(max_num_batched_tokens=256)
+        w.hold(w.add(20, 200), KV, num_outputs=2)
+        for waited_s, end_s in ((2.0, e2e_s), (1.0, np.inf)):
+            pending(w, w.add(20, max_tokens, ttft_s=5.0, e2e_s=end_s, known_length=True), waited_s)
+        w.num_blocks = w.used_blocks + 24  # of which 8 are for the growth of the first
+        return int(w.schedule(AptPlusPolicy()).rows[1])
+
+    # 20 ms for each of its tokens after the first, and 40 for the prompt: in time from 0.83 s on
+    assert first(np.inf, 40) == 1
+    assert first(2.95, 40) == 1
+    assert first(2.75, 40) == 2
+    assert first(2.75, 30) == 1
+    assert first(1.9, 1) == 2
+
+
+def test_a_request_pauses_only_where_it_can_still_end_in_time():
+    def preempted(e2e_s: float, known_length: bool = True) -> list[int]:
+        w = urgent_world(101)
+        w.table.slo_e2e_s[0] = e2e_s
+        w.table.known_length[0] = known_length
+        return w.schedule(AptPlusPolicy()).preempt.tolist()
+
+    # 298 tokens at 21 ms each and 401 positions at 1 ms are 6.6 s
+    assert preempted(np.inf) == [0]
+    assert preempted(14.0) == [0]
+    assert preempted(12.0) == []
+    assert preempted(12.0, known_length=False) == [0]
+    assert preempted(-1.0) == [0]  # it is late already
 
 
 # --- as a whole ----------------------------------------------------------------------------------------------------
