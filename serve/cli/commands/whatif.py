@@ -47,6 +47,9 @@ _VARIED = ("policy", "cache", "retention", "session_order", "num_blocks", "swap_
 """Fields of `SimulationConfig` that may have several values."""
 
 
+_UNCALIBRATED = "it is not calibrated until it was idle for some seconds; record again then, or name a device, as in --hardware h100 --model llama-3-8b"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("recording")
     group.add_argument("--target", metavar="URL", help="server to record, as in http://127.0.0.1:8000")
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         hardware_named(args.model, args.hardware)
     if args.target is not None:
         key = options.read_api_key(args.api_key_file)
-        _record(args.target.rstrip("/"), args.duration, path, key, args.tls_ca)
+        _record(args.target.rstrip("/"), args.duration, path, key, args.tls_ca, needs_costs=args.hardware is None)
     running = _sidecar(path, "running")
     base, settings = _configs(args, path, running)
     rows: list[tuple[str, Summary | str]] = []
@@ -135,7 +138,7 @@ def _configs(
     if hardware is None:
         if not of_server.is_file():
             raise ConfigError(
-                f"{path}: recorded, but the server's step costs are unknown: it is not calibrated until it was idle for some seconds; record again then, or name a device, as in --hardware h100 --model llama-3-8b (--hardware)"
+                f"{path}: recorded, but the server's step costs are unknown: {_UNCALIBRATED} (--hardware)"
             )
         hardware, model = str(of_server), json.loads(read_text(of_server, "--hardware"))["model"]
     if model is None:
@@ -175,8 +178,12 @@ def _label(values: Sequence[Any], mark: str = "") -> str:
 # --- recording -----------------------------------------------------------------------------------------------------
 
 
-def _record(base: str, duration_s: float, path: Path, key: str | None, tls_ca: str | None) -> None:
+def _record(
+    base: str, duration_s: float, path: Path, key: str | None, tls_ca: str | None, *, needs_costs: bool
+) -> None:
     """Record the arrivals of a server for `duration_s` seconds, and write them, its settings and its costs.
+
+    If `needs_costs`, a server without costs is warned about before the recording begins.
 
     Raises:
         CommandError: the server does not answer, refuses, or no request has ended.
@@ -187,10 +194,15 @@ def _record(base: str, duration_s: float, path: Path, key: str | None, tls_ca: s
         bar.set_postfix_str(f" {num} requests", refresh=False)
         bar.update(min(done_s, duration_s) - bar.n)
 
-    if bar.disable:
-        say_on_stderr(f"apt-jax whatif: recording {base} for {duration_s:g} s")
+    def begin(first: dict[str, Any]) -> None:
+        if needs_costs and first["hardware"] is None:
+            bar.clear()
+            say_on_stderr(f"apt-jax whatif: {base} has no step costs yet: {_UNCALIBRATED}")
+        if bar.disable:
+            say_on_stderr(f"apt-jax whatif: recording {base} for {duration_s:g} s")
+
     try:
-        first, entries, lost = asyncio.run(_poll(base, duration_s, key, tls_ca, progress))
+        first, entries, lost = asyncio.run(_poll(base, duration_s, key, tls_ca, begin, progress))
     finally:
         bar.close()
     if lost:
@@ -225,9 +237,11 @@ def _record(base: str, duration_s: float, path: Path, key: str | None, tls_ca: s
 
 
 async def _poll(
-    base: str, duration_s: float, key: str | None, tls_ca: str | None, progress: Callable[[float, int], None]
-) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """Return the server's first answer, the requests that arrived within the time, and the number of lost ones."""
+    base: str, duration_s: float, key: str | None, tls_ca: str | None, begin: Callable[[dict[str, Any]], None],
+    progress: Callable[[float, int], None],
+) -> tuple[dict[str, Any], list[dict[str, Any]], int]:  # fmt: skip
+    """Return the server's first answer, for which `begin` is called before the recording, the requests that arrived
+    within the time, and the number of lost ones. Costs that the server did not have at first are those at the end."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     connector = aiohttp.TCPConnector(ssl=tls(tls_ca))
     timeout = aiohttp.ClientTimeout(total=60, sock_connect=10)
@@ -251,6 +265,7 @@ async def _poll(
             return answer
 
         first = await ask(None)
+        begin(first)
         number, lost = first["number"], 0
         entries: list[dict[str, Any]] = []
         began_s = time.monotonic()
@@ -265,10 +280,12 @@ async def _poll(
             longest_s = max([longest_s, *(one["e2e_s"] or 0.0 for one in answer["requests"])])
             progress(time.monotonic() - began_s, len(entries))
             # Requests that arrived within the time may end a little later.
-            if answer["now_s"] > end_s + min(longest_s, _LONGEST_DRAIN_S) and not answer["requests"]:
-                return first, entries, lost
-            if answer["now_s"] > end_s + _LONGEST_DRAIN_S:
-                return first, entries, lost
+            has_drained = answer["now_s"] > end_s + min(longest_s, _LONGEST_DRAIN_S) and not answer["requests"]
+            if has_drained or answer["now_s"] > end_s + _LONGEST_DRAIN_S:
+                break
+        if first["hardware"] is None:
+            first["hardware"] = (await ask(None))["hardware"]
+        return first, entries, lost
 
 
 def _sidecar(path: Path, name: str) -> dict[str, Any]:

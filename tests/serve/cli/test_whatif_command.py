@@ -15,6 +15,7 @@ from apt_jax.sim.hardware import as_description, load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import load_trace
 from serve.cli import main
+from serve.http_api import app
 from serve.observability import arrivals
 from serve.observability.arrivals import BLOCK_TOKENS, ArrivalLog
 from serve.security.api_keys import ApiKeys
@@ -159,8 +160,9 @@ def test_a_recording_is_what_was_served_and_settings_are_simulated_on_it(has_key
     assert list(settings) == ["measured", "fcfs, 8 (as it runs)", "fcfs, 1", "apt-plus, 1", "apt-plus, 8"]
     assert settings["measured"]["num_completed"] == settings["fcfs, 8 (as it runs)"]["num_completed"] == n
     assert settings["measured"]["ttft_s"]["p50"] > 0
-    said = capfd.readouterr().out
-    assert "as it runs" in said
+    said = capfd.readouterr()
+    assert "as it runs" in said.out
+    assert "step costs" not in said.err  # a device is named
     # The recording is a trace of the simulator.
     config = SimulationConfig(trace=str(path), policy="fcfs", num_requests=n, hash_block_tokens=64, max_num_seqs=8, max_num_batched_tokens=64, slo=SLO(ttft_s=1.0))  # fmt: skip
     assert simulate(config).summary.ttft_s.p90 == pytest.approx(
@@ -171,6 +173,43 @@ def test_a_recording_is_what_was_served_and_settings_are_simulated_on_it(has_key
     again = json.loads(out.read_text())["settings"]
     assert [one["setting"] for one in again] == ["measured", "as it runs"]
     assert again[1]["ttft_s"] == settings["fcfs, 8 (as it runs)"]["ttft_s"]
+
+
+@pytest.mark.parametrize("is_calibrated_later", [False, True])
+def test_a_server_without_costs_is_warned_about_before_it_is_recorded(
+    is_calibrated_later, tmp_path, monkeypatch, capfd
+):
+    path = tmp_path / "seen.csv"
+    costs = as_description(load_hardware("opt-13b", "h100-80gb")) if is_calibrated_later else None
+    told = iter([None, costs])
+    monkeypatch.setattr(app, "description", lambda parts: next(told))
+
+    async def scenario(served: HttpServed) -> None:
+        command = [
+            "whatif",
+            "--target",
+            f"http://127.0.0.1:{served.server.port}",
+            "--duration",
+            "3",
+            "--record",
+            str(path),
+        ]
+        recording = asyncio.create_task(asyncio.to_thread(main, command))
+        said = ""
+
+        def has_begun() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return "recording http" in said
+
+        await served.until(has_begun)
+        assert "has no step costs yet: it is not calibrated until it was idle" in said.partition("recording http")[0]
+        await served.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        assert await recording == (0 if is_calibrated_later else 2)
+
+    run(scenario)
+    assert path.exists()
+    assert ("the server's step costs are unknown" in capfd.readouterr().err) != is_calibrated_later
 
 
 def test_only_operators_record(tmp_path, capsys):
