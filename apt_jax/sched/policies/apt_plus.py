@@ -309,12 +309,8 @@ class AptPlusPolicy:
             first = first[np.argsort(-value[first] / blocks[first], kind="stable")]
         else:
             first = first[:0]
-        rest = np.flatnonzero(value <= 0)
-        has_token = view.table.num_delivered[view.waiting[rest]] > 0
-        rest = rest[np.lexsort((has_token, self._best_effort(view, view.waiting[rest])))]
         room -= int(blocks[first].sum()) + self._growth(view, decoding, self.leftover_tokens)
-        rest = rest[: int(np.searchsorted(np.cumsum(blocks[rest]), room, side="right"))]
-        chosen = np.concatenate([first, rest])
+        chosen = np.concatenate([first, waiting.others(self, room)])
         low = self._best_effort(view, view.waiting[chosen])
         packer.start(view.waiting[chosen[~low]], waiting.kind[chosen[~low]], in_order=False, split=True)
         rows, kind = view.waiting[chosen[low]], waiting.kind[chosen[low]]
@@ -336,30 +332,58 @@ class _Waiting:
     """Values, kinds and blocks of the waiting requests in one decision; arrays in the order of `view.waiting`."""
 
     def __init__(self, policy: AptPlusPolicy, view: SchedulerView, partial: Rows, decode_s: float) -> None:
+        self._view = view
         table, rows = view.table, view.waiting
-        self.kind = kinds_by_cost(view, rows)
-        self.blocks = start_blocks_for(view, rows, target_tokens(view, rows, 1), self.kind)
-        pending_s = np.maximum(view.now_s - table.last_token_s[rows], 1e-6)
-        at_best_s = pending_s + prefill_s(view, rows, self.kind, partial, decode_s)
-        started = table.num_delivered[rows] > 0
-        objective_s = np.where(started, table.slo_tbt_s[rows], table.slo_ttft_s[rows])
-        left_s, rest_s = time_to_end(view, rows)
-        objective_s = np.minimum(objective_s, pending_s + left_s - rest_s)
-        low = policy._best_effort(view, rows)
-        on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows)) & ~low
-        self.value = np.where(on_time, pending_s, np.where(low, 0.0, policy.violation_decay * pending_s))
+        self.value = np.zeros(rows.size)
         """(n,) values: p_i for requests on time, `violation_decay` times p_i for late requests, 0 for best-effort
         requests, and `_FIRST` times p_i for requests without an objective that were paused in the middle of their
         answer."""
-        stopped = started & ~low & ~np.isfinite(objective_s)
-        self.value[stopped] = _FIRST * pending_s[stopped]
+        self.kind = np.full(rows.size, KV, np.int8)
+        self.blocks = np.zeros(rows.size, np.int32)
+        pending_s = np.maximum(view.now_s - table.last_token_s.take(rows), 1e-6)
+        started = table.num_delivered.take(rows) > 0
+        objective_s = np.where(started, table.slo_tbt_s.take(rows), table.slo_ttft_s.take(rows))
+        has_value = ~policy._best_effort(view, rows)
+        if policy.violation_decay <= 0:
+            has_value &= pending_s <= objective_s
+        near = np.flatnonzero(has_value)  # under overload few of many
+        self.place(near)
+        rows, kind, blocks = rows[near], self.kind[near], self.blocks[near]
+        pending_s, started, objective_s = pending_s[near], started[near], objective_s[near]
+        at_best_s = pending_s + prefill_s(view, rows, kind, partial, decode_s)
+        left_s, rest_s = time_to_end(view, rows)
+        objective_s = np.minimum(objective_s, pending_s + left_s - rest_s)
+        on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows))
+        value = np.where(on_time, pending_s, policy.violation_decay * pending_s)
+        stopped = started & ~np.isfinite(objective_s)
+        value[stopped] = _FIRST * pending_s[stopped]
+        self.value[near] = value
         urgent = np.flatnonzero(on_time & (at_best_s > objective_s - policy.urgent_s))
-        density = self.value[urgent] / self.blocks[urgent]
-        urgent = urgent[np.argsort(-density, kind="stable")]
-        lengths = view.remaining(rows[urgent], self.kind[urgent])
+        urgent = urgent[np.argsort(-value[urgent] / blocks[urgent], kind="stable")]
+        lengths = view.remaining(rows[urgent], kind[urgent])
         num = int(np.searchsorted(np.cumsum(lengths), view.max_num_batched_tokens, side="right"))
-        self.urgent = urgent[: max(num, 1)]
+        self.urgent = near[urgent[: max(num, 1)]]
         """Indices of requests that may pause others and start in this step, in decreasing order of value per block."""
+
+    def place(self, indices: NDArray[np.intp]) -> None:
+        """Set `kind` and `blocks` at `indices`; requests with a value have them."""
+        view, rows = self._view, self._view.waiting[indices]
+        self.kind[indices] = kind = kinds_by_cost(view, rows)
+        self.blocks[indices] = start_blocks_for(view, rows, target_tokens(view, rows, 1), kind)
+
+    def others(self, policy: AptPlusPolicy, room: int) -> NDArray[np.intp]:
+        """Return the indices of the requests without a value that fit `room` blocks one after another: real-time
+        requests first, then requests without a token, then by arrival."""
+        view = self._view
+        most = room // int(view.blocks_per_group[view.offered].min())  # each takes at least one group
+        if most < 1:
+            return np.zeros(0, np.intp)
+        rest = np.flatnonzero(self.value <= 0)
+        rows = view.waiting[rest]
+        key = 2 * policy._best_effort(view, rows) + (view.table.num_delivered.take(rows) > 0)
+        rest = rest[np.argsort(key, kind="stable")[:most]]
+        self.place(rest)
+        return rest[: int(np.searchsorted(np.cumsum(self.blocks[rest]), room, side="right"))]
 
 
 def time_to_end(view: SchedulerView, rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
