@@ -25,9 +25,9 @@ from apt_jax.sched.view import Plan, SchedulerView
 TBT_SHARE = 0.8
 """Share of a TBT objective that a step may take; the rest is a margin for steps that take longer than predicted."""
 
-URGENT_S = 0.8
-"""A waiting request may pause others only if it would be late after waiting this many seconds more; until then a
-running request may finish on its own."""
+URGENT_SHARE = 0.8
+"""A waiting request may pause others only if it would be late after waiting this share of its objective more; until then
+a running request may finish on its own."""
 
 RECOMPUTE_SHARE = 0.5
 """Share of the time that the recomputation of paused requests may take; pauses for lack of memory are charged too. It
@@ -78,7 +78,7 @@ class AptPlusPolicy:
        have no objective rank before all others. Late requests get the blocks that are left after `LEFTOVER_TOKENS` more
        tokens are set aside for every decoding request: first requests without a token, then paused requests, each group
        by arrival.
-    4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running requests that lose no
+    4. *Pausing.* A waiting request that would soon be late (`URGENT_SHARE`) takes the memory of running requests that lose no
        attainment by a pause: requests that have missed an objective, and requests with so many tokens that their 99th
        percentile meets the objective despite one more late gap, if the rest of the request takes at most `END_SHARE` of
        the time left by its end-to-end objective. No other requests are paused for it. The latest
@@ -97,7 +97,7 @@ class AptPlusPolicy:
             at least two more waiting requests can then start in time; it makes way again from then on.
         two_classes: whether best-effort requests follow rule 5. False: they are treated like real-time requests.
         gap_s: see `GAP_S`.
-        urgent_s: see `URGENT_S`.
+        urgent_share: see `URGENT_SHARE`.
         recompute_share: see `RECOMPUTE_SHARE`.
         largest_share: see `LARGEST_SHARE`.
         reserve_tokens: see `RESERVE_TOKENS`.
@@ -113,7 +113,7 @@ class AptPlusPolicy:
         forgiven_gaps: int | None = None,
         two_classes: bool = True,
         gap_s: float = GAP_S,
-        urgent_s: float = URGENT_S,
+        urgent_share: float = URGENT_SHARE,
         recompute_share: float = RECOMPUTE_SHARE,
         largest_share: float = LARGEST_SHARE,
         reserve_tokens: int = RESERVE_TOKENS,
@@ -125,7 +125,7 @@ class AptPlusPolicy:
         self.forgiven_gaps = forgiven_gaps
         self.has_classes = two_classes
         self.gap_s = gap_s
-        self.urgent_s = urgent_s
+        self.urgent_share = urgent_share
         self.recompute_share = recompute_share
         self.largest_share = largest_share
         self.reserve_tokens = reserve_tokens
@@ -358,7 +358,8 @@ class _Waiting:
         stopped = started & ~np.isfinite(objective_s)
         value[stopped] = _FIRST * pending_s[stopped]
         self.value[near] = value
-        urgent = np.flatnonzero(on_time & (at_best_s > objective_s - policy.urgent_s))
+        waits_s = policy.urgent_share * np.where(np.isfinite(objective_s), objective_s, 0.0)
+        urgent = np.flatnonzero(on_time & (at_best_s > objective_s - waits_s))
         urgent = urgent[np.argsort(-value[urgent] / blocks[urgent], kind="stable")]
         lengths = view.remaining(rows[urgent], kind[urgent])
         num = int(np.searchsorted(np.cumsum(lengths), view.max_num_batched_tokens, side="right"))

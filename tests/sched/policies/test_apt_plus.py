@@ -204,14 +204,14 @@ def test_where_positions_run_short_those_that_missed_go_first_then_the_latest():
     assert preempted(late=False) == [2]
 
 
-def urgent_world(num_outputs: int, waited_s: float = 0.9, late_gaps: int = 0) -> World:
+def urgent_world(num_outputs: int, waited_s: float = 0.9, late_gaps: int = 0, ttft_s: float = 1.0) -> World:
     """A large running request with so many tokens, a small one with few, no room, and a request that waits."""
     w = world(num_blocks=1000, max_num_batched_tokens=512)
     w.hold(w.add(300, 400, tbt_s=1.0), KV, num_outputs=num_outputs)
     w.hold(w.add(20, 400, tbt_s=1.0), KV, num_outputs=30)
     w.num_blocks = w.used_blocks + 4
     w.table.num_late_gaps[0] = late_gaps
-    pending(w, w.add(20, 30, ttft_s=1.0), waited_s)
+    pending(w, w.add(20, 30, ttft_s=ttft_s), waited_s)
     return w
 
 
@@ -226,7 +226,9 @@ def test_a_request_pauses_for_an_urgent_one_only_where_that_costs_no_attainment(
     assert preempted(50, 0.9, 1) == [0]  # it has missed: nothing to lose
     assert preempted(101, 0.1) == []  # the one that waits can still wait
     assert preempted(101, 0.3) == [0]
-    assert preempted(101, 0.3, urgent_s=0.5) == []
+    assert preempted(101, 0.3, urgent_share=0.5) == []
+    assert preempted(101, 0.6, 0, 4.0) == []  # a fifth of its objective has not passed
+    assert preempted(101, 0.9, 0, 4.0) == [0]
     assert preempted(101, 1.1) == []  # or has nothing to save any more
     assert preempted(101, forgiven_gaps=0) == []
     assert preempted(50, 0.9, 1, forgiven_gaps=0) == [0]
