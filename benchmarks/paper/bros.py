@@ -7,7 +7,8 @@ s a token on average after it (TPOT). Best-effort (BE) requests come in batches:
 have ended (a closed loop), from the start until the last RT arrival. Then the RT requests that are left run to their
 end.
 
-    fig3      512 RT requests alone: first come first served against preemption by waiting time, with the share of queueing
+    fig3      512 RT requests alone: first come first served against preemption by waiting time, with the share of
+              queueing; preempted requests are computed again, or come back from host memory
     fig10     mean normalised latency of RT requests and throughput of BE requests, over request rates
     fig11     TTFT and TPOT attainment of the same runs
     fig12     RT requests alone: normalised latency and throughput
@@ -243,7 +244,7 @@ def fig12(options: Options) -> list[Row]:
 
 
 def fig3(options: Options) -> list[Row]:
-    policies = ("fcfs", "longest-wait", "longest-wait-256")
+    policies = ("fcfs", "longest-wait", "longest-wait-256", "longest-wait-memory", "longest-wait-256-memory")
     rates = (8.0, 30.0) if options.quick else (5.0, 10.0, 15.0, 20.0, 30.0)
     num = 12 if options.quick else 512
 
@@ -256,6 +257,7 @@ def fig3(options: Options) -> list[Row]:
             be_batch=0,
             num_requests=num,
             seed=seed,
+            swap_gib=policy.endswith("-memory") * options.swap_gib * MODELS["opt-13b"][1],
         )
 
     cases = [case(*of) for of in itertools.product(policies, rates, options.seeds)]

@@ -73,6 +73,8 @@ SHOWN = {
     "tgi": "TGI",
     "longest-wait": "preemptive, 64 tokens",
     "longest-wait-256": "preemptive, 256 tokens",
+    "longest-wait-memory": "preemptive, 64 tokens, host memory",
+    "longest-wait-256-memory": "preemptive, 256 tokens, host memory",
 }
 MAX_NUM_SEQS = {"bros": 1024, "tgi": 1024, "apt": 1024}
 """Maximum number of running requests; 256 for other policies."""
@@ -80,6 +82,8 @@ VARIANTS: dict[str, Callable[[], Policy]] = {
     "longest-wait": LongestWaitPolicy,
     "longest-wait-16": lambda: LongestWaitPolicy(16),
     "longest-wait-256": lambda: LongestWaitPolicy(256),
+    "longest-wait-memory": LongestWaitPolicy,
+    "longest-wait-256-memory": lambda: LongestWaitPolicy(256),
     "round-robin-phases": lambda: RoundRobinPolicy(mixed=False),
     "bros-eager": BrosPolicy,
     "bros-swap": BrosPolicy,

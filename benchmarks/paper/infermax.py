@@ -468,6 +468,9 @@ def fig5(options: Options) -> list[Row]:
             ]
             text = f"{shown(policy)} has the latency of {shown(like)} within 10 %"
             rows.append(claim(f"I-43-{policy}", "Sec 4.3", text, holds, variant=c))
+        rows += memory_claims(
+            c, [(case(*x, p), results[case(*x, p)]) for x in cells if x[0] == c for p in (*BASES, *ALIKE)]
+        )
         panels: list[Panel] = [
             (
                 f"O = {o}",
@@ -479,6 +482,21 @@ def fig5(options: Options) -> list[Row]:
         ]
         _plot(options.out / f"infermax_fig5_{c}.png", panels, columns=len(outputs), x="I")
     return rows
+
+
+def memory_claims(c: str, runs: Sequence[tuple[Offline, dict[str, Any]]]) -> list[Row]:
+    """Return what §4.3 says of the cache in use, judged on runs of Fig. 5 with costs `c`."""
+    holds_some = [
+        (of["memory_use"] > 0) == (case.policy == "sarathi")
+        for case, of in runs
+        if (case.output, case.prompt) == (1, 1024)
+    ]
+    is_full = [of["memory_use"] > 0.9 for case, of in runs if case.output == 1024]
+    claims = (
+        ("I-43-kv", "at O = 1, I = 1024 Sarathi alone keeps keys and values", holds_some),
+        ("I-43-full", "at O = 1024 over 90 % of the cache is in use on average", is_full),
+    )
+    return [claim(name, "Sec 4.3", text, holds, variant=c) for name, text, holds in claims if holds]
 
 
 def fig6(options: Options) -> list[Row]:
@@ -609,6 +627,9 @@ def fig9(options: Options) -> list[Row]:
             if m in capacities:
                 most, where = largest({f"{shown(p)} {i}": 1 / g for p in bases for i, g in gain(c, p, m).items()})
                 rows.append(effect(name, most, variant=c, where=where))
+        rows += tpot_claims(
+            c, {(m, i): results[case(c, m, i, "fcfs")]["tpot_s"] for m in capacities for i in prompts(m)}
+        )
         if (m := 1_000_000) in capacities:
             use = max(results[case(c, m, i, "sarathi")]["memory_use"] for i in prompts(m))
             rows.append(compare("I-45-util", 100 * use, variant=c))
@@ -623,6 +644,19 @@ def fig9(options: Options) -> list[Row]:
         ]
         _plot(options.out / f"infermax_fig9_{c}.png", panels, columns=len(capacities), x="I")
     return rows
+
+
+def tpot_claims(c: str, tpot_s: dict[tuple[int, int], float]) -> list[Row]:
+    """Return what §4.5 says of vLLM's TPOT at large M, judged on its TPOT by M and I with costs `c`."""
+    large = {m: sorted(i for of, i in tpot_s if of == m) for m in (100_000, 1_000_000)}
+    if not all(large.values()):
+        return []
+    rises = [tpot_s[m, i] < tpot_s[m, more] for m, lengths in large.items() for i, more in itertools.pairwise(lengths)]
+    keeps = [tpot_s[100_000, i] <= tpot_s[1_000_000, i] for i in large[100_000]]
+    return [
+        claim("I-45-tpot-i", "Sec 4.5", "vLLM's TPOT rises with I at M of 100K and 1M", rises, variant=c),
+        claim("I-45-tpot-m", "Sec 4.5", "vLLM's TPOT is not lower at M = 1M than at 100K", keeps, variant=c),
+    ]
 
 
 def fig10_12(options: Options) -> list[Row]:

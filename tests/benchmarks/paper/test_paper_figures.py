@@ -94,6 +94,8 @@ def test_bros_commands_run_and_judge(script: ModuleType, tmp_path: Path) -> None
     assert script.main(["fig3", "fig12", *common]) == 0
     targets = {(row["id"], row["variant"]): row for row in read(tmp_path / "bros.csv")}
     assert {"B-fig3-normalised", "B-fig3-queueing", "B-rt-lat", "B-rt-tgi"} <= {name for name, _ in targets}
+    preempting = [row for row in read(tmp_path / "bros_fig3.csv") if row["policy"].endswith("-memory")]
+    assert {float(row["swap_gib"]) for row in preempting} == {8.0}
     pure = read(tmp_path / "bros_fig12.csv")
     assert {row["policy"] for row in pure} == {"fcfs", "tgi", "bros-recompute"}
     assert all(row["preemptions"] == "0" for row in pure if row["policy"] == "tgi")
@@ -203,6 +205,44 @@ def test_lines_that_fit_have_an_r2_of_one(script: ModuleType, tmp_path: Path, mo
     found = {row["id"]: float(row["ours"]) for row in read(tmp_path / "infermax.csv")}
     assert found["I-r2-nonattn"] == found["I-r2-decode"] == 1.0
     assert found["I-r2-prefill"] < 0.9
+
+
+@pytest.mark.parametrize("script", ["infermax"], indirect=True)
+def test_statements_about_memory_count_the_runs_that_they_are_about(script: ModuleType) -> None:
+    def run(policy: str, prompt: int, output: int, use: float) -> tuple[Any, dict[str, Any]]:
+        return script.Offline(policy=policy, prompt=prompt, output=output), {"memory_use": use}
+
+    runs = [run("fcfs", 1024, 1, 0.0), run("sarathi", 1024, 1, 0.1), run("sarathi-pc", 1024, 1, 0.1)]
+    runs += [run("fcfs", 1, 1024, 0.91), run("sarathi", 256, 1024, 0.89), run("sarathi", 256, 32, 0.2)]
+    found = {row["id"]: (row["ours"], row["unit"]) for row in script.memory_claims("linear", runs)}
+    assert found == {"I-43-kv": ("2", "of 3 cases"), "I-43-full": ("1", "of 2 cases")}
+    assert script.memory_claims("linear", [run("fcfs", 256, 32, 0.5)]) == []
+
+
+@pytest.mark.parametrize("script", ["infermax"], indirect=True)
+def test_tpot_rises_with_input_and_memory_where_it_does(script: ModuleType) -> None:
+    tpot_s = {(100, 1): 9.0, (100_000, 1): 1.0, (100_000, 16): 3.0, (100_000, 64): 2.0}
+    tpot_s |= {(1_000_000, 1): 1.0, (1_000_000, 16): 4.0, (1_000_000, 64): 5.0}
+    found = {row["id"]: (row["ours"], row["unit"]) for row in script.tpot_claims("linear", tpot_s)}
+    assert found == {"I-45-tpot-i": ("3", "of 4 cases"), "I-45-tpot-m": ("3", "of 3 cases")}
+    assert script.tpot_claims("linear", {(100, 1): 9.0}) == []
+
+
+@pytest.mark.parametrize("script", ["infermax_fig15"], indirect=True)
+def test_what_evictions_save_is_set_beside_the_paper(script: ModuleType) -> None:
+    def row(prompt: int, evictions: int, saved: float, over_fcfs: float) -> dict[str, Any]:
+        return {
+            "costs": "linear",
+            "prompt_tokens": prompt,
+            "evictions": evictions,
+            "saved_by_eviction": saved,
+            "saved_over_fcfs": over_fcfs,
+        }
+
+    rows = [row(1, 4, 0.17, 0.0), row(32, 2, 0.05, 0.0), row(64, 2, 0.3, 0.5), row(1024, 0, 0.0, 0.39)]
+    short, long = script.target_rows(rows)
+    assert (short["id"], short["ours"], short["dataset"], short["verdict"]) == ("I-51-short", "17", "I=1", "reproduced")
+    assert (long["id"], long["ours"], long["dataset"], long["verdict"]) == ("I-51-long", "39", "I=1024", "reproduced")
 
 
 @pytest.mark.parametrize("script", ["infermax"], indirect=True)
