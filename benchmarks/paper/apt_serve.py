@@ -441,19 +441,31 @@ _START = {
 }
 
 
+PAPER_REQUESTS = 1000
+"""Requests of a run of the paper (§6.2)."""
+
+
 def effective_requests(runs: Runs, dataset: str) -> int:
     """Requests of a run that looks for rates. Apt-Serve's curve on ShareGPT is so flat that a short run ends before it
-    falls to 60 %: three times as many there."""
-    return runs.num_requests * (3 if dataset == "ShareGPT" and not runs.quick else 1)
+    falls to 60 %: three times as many there, up to as many as the paper has."""
+    n = runs.num_requests
+    return max(n, min(3 * n, PAPER_REQUESTS)) if dataset == "ShareGPT" and not runs.quick else n
 
 
 def _effective(
-    runs: Runs, what: str, keys: Iterable[tuple[str, str, str]]
+    runs: Runs, what: str, keys: Iterable[tuple[str, str, str]], num_requests: int | None = None
 ) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
-    """`crossings` of every (dataset, model, system), one a seed; the first seed says where the others begin."""
+    """`crossings` of every (dataset, model, system), one a seed; the first seed says where the others begin.
+
+    Args:
+        runs: how the command runs.
+        what: shown at the progress bar.
+        keys: what is run.
+        num_requests: of a run; None: `effective_requests`.
+    """
     configs = {
         (dataset, model, system): system_config(
-            dataset, model, system, rate=1.0, num_requests=effective_requests(runs, dataset)
+            dataset, model, system, rate=1.0, num_requests=num_requests or effective_requests(runs, dataset)
         )
         for dataset, model, system in keys
     }
@@ -590,9 +602,8 @@ def fig8(runs: Runs) -> None:
 def length(runs: Runs) -> None:
     """Not in the paper: the gain on ShareGPT, 13B, as runs get longer; the paper has 1,000 requests a run."""
     table: Rows = []
-    for n in (100, 200) if runs.quick else (runs.num_requests, 1000):
-        of = dataclasses.replace(runs, num_requests=n)
-        found = _effective(of, f"{n} requests", [("ShareGPT", "13B", s) for s in (VLLM, APT_KV)])
+    for n in (100, 200) if runs.quick else (runs.num_requests, PAPER_REQUESTS):
+        found = _effective(runs, f"{n} requests", [("ShareGPT", "13B", s) for s in (VLLM, APT_KV)], n)
         for share in WANTED:
             base, ours = (_rates(found["ShareGPT", "13B", s], share) for s in (VLLM, APT_KV))
             table.append(

@@ -188,6 +188,28 @@ def test_crossings_do_not_depend_on_the_start(start: float, monkeypatch: Any) ->
     assert found["rates"] == pytest.approx([3.333, 5.0], rel=0.02)
 
 
+def test_searches_on_sharegpt_have_three_times_the_requests_up_to_the_papers(tmp_path: Path) -> None:
+    def requests(dataset: str, num: int) -> int:
+        runs = common.Runs(quick=False, num_requests=num, seeds=(0,), workers=1, out=tmp_path, store=common.Store())
+        return apt_serve.effective_requests(runs, dataset)
+
+    assert [requests("ShareGPT", n) for n in (200, 300, 400, 1000, 1500)] == [600, 900, 1000, 1000, 1500]
+    assert requests("HumanEval", 200) == 200
+
+
+def test_runs_by_length_have_the_requests_that_their_rows_say(tmp_path: Path, monkeypatch: Any) -> None:
+    seen: set[int] = set()
+
+    def fake(config: Any, *of: Any) -> dict[str, Any]:
+        seen.add(config.num_requests)
+        return {"rates": [2.0, 3.0], "at": {}}
+
+    monkeypatch.setattr(apt_serve, "crossings", fake)
+    runs = common.Runs(quick=False, num_requests=300, seeds=(0, 1), workers=1, out=tmp_path, store=common.Store())
+    apt_serve.length(runs)
+    assert {int(row["requests"]) for row in rows_of(tmp_path / "apt_serve_length.csv")} == seen == {300, 1000}
+
+
 def test_runs_of_minutes_have_the_requests_of_their_rate(monkeypatch: Any) -> None:
     seen: list[tuple[float, int]] = []
 
