@@ -210,6 +210,13 @@ def test_runs_by_length_have_the_requests_that_their_rows_say(tmp_path: Path, mo
     assert {int(row["requests"]) for row in rows_of(tmp_path / "apt_serve_length.csv")} == seen == {300, 1000}
 
 
+def test_cells_of_tables_4_and_5_have_the_requests_that_are_asked_for(tmp_path: Path) -> None:
+    seeds = tuple(range(10))
+    runs = common.Runs(quick=False, num_requests=1000, seeds=seeds, workers=1, out=tmp_path, store=common.Store())
+    assert apt_serve._table45_size(runs, ("ShareGPT", 1.0, 3.0, 1.0)) == (1000, seeds)
+    assert apt_serve._table45_size(runs, ("LongBench", 0.6, 3.0, 1.0)) == (1000, seeds[:6])
+
+
 def test_runs_of_minutes_have_the_requests_of_their_rate(monkeypatch: Any) -> None:
     seen: list[tuple[float, int]] = []
 
