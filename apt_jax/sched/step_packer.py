@@ -56,9 +56,9 @@ def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) ->
 
 
 def may_start(view: SchedulerView, rows: Rows, blocks: int, ahead: int = 1) -> bool:
-    """Return False if `blocks` free blocks hold none of the waiting `rows` and `ahead` further tokens, whatever the kind.
+    """Return whether one of the waiting `rows` might fit `blocks` free blocks with `ahead` further tokens.
 
-    A fast check: under overload it saves most knapsacks.
+    False is certain, True is not. The check is fast: under overload it saves most knapsacks.
     """
     if not rows.size or blocks < 1 or view.table.shared_prefix_blocks.any():
         return rows.size > 0 and blocks > 0

@@ -197,12 +197,12 @@ def test_a_server_without_costs_is_warned_about_before_it_is_recorded(
         recording = asyncio.create_task(asyncio.to_thread(main, command))
         said = ""
 
-        def has_begun() -> bool:
+        def is_recording() -> bool:
             nonlocal said
             said += capfd.readouterr().err
             return "recording http" in said
 
-        await served.until(has_begun)
+        await served.until(is_recording)
         assert "has no step costs yet: it is not calibrated until it was idle" in said.partition("recording http")[0]
         await served.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
         assert await recording == (0 if is_calibrated_later else 2)
