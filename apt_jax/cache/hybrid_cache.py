@@ -43,7 +43,7 @@ from apt_jax.cache.placement import Placement
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.cache.windows import WindowTables
-from apt_jax.core.kinds import HIDDEN, KINDS, KV, NO_KIND, WINDOWED, WindowSpec
+from apt_jax.core.kinds import HIDDEN, KINDS, KV, NO_KIND, WINDOWED, WindowSpec, most_blocks
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.retention.sessions import NOBODY
@@ -159,12 +159,10 @@ class HybridCache:
         return self.slot_by_owner.get(owner, NO_SLOT)
 
     def blocks_needed(self, num_tokens: int, kind: int) -> int:
-        """Return the largest number of blocks that a request of `num_tokens` positions holds at once:
-        `blocks_per_group * ceil(num_tokens / block size)`, and the blocks of windowed layers."""
-        blocks = -(-num_tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
-        if self.windows is not None:
-            blocks += self.windows.spec.most_blocks(num_tokens)
-        return blocks
+        """Return the largest number of blocks that a request of `num_tokens` positions holds at once
+        (`core.kinds.most_blocks`)."""
+        windows = None if self.windows is None else self.windows.spec
+        return most_blocks(num_tokens, self.block_sizes[kind], self.blocks_per_group[kind], windows)
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the (n,) numbers of blocks held by `slots`, which must be in use."""

@@ -84,6 +84,13 @@ class WindowSpec:
         return (max(first, 0) if isinstance(first, int) else np.maximum(first, 0)) // self.block_size
 
 
+def most_blocks(tokens: int, size: int, blocks_per_group: int, windows: WindowSpec | None) -> int:
+    """Return the largest number of blocks that a request of `tokens` positions holds at once, with `size` positions per
+    group: those of its groups, and those of windowed layers while its prompt is computed in chunks."""
+    blocks = -(-tokens // size) * blocks_per_group
+    return blocks if windows is None else blocks + windows.most_blocks(tokens)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheKindSpec:
     """Memory use of a cache kind, and its extra time compared with the KV kind (docs/design/scheduling.md, Value of a
@@ -126,14 +133,14 @@ class CacheKindSpec:
 
     def longest(self, num_blocks: int, size: int) -> int:
         """Return the largest number of positions of a request that a pool of `num_blocks` blocks can serve, with `size`
-        positions per group: as `tokens_in`, but with the blocks of a prompt in chunks (`WindowSpec.most_blocks`)."""
+        positions per group: as `tokens_in`, but with the blocks of `most_blocks`."""
         spec = self.windows
         if spec is None:
             return self.tokens_in(num_blocks, size)
         step = math.gcd(size, spec.block_size)
 
         def needed(steps: int) -> int:
-            return -(-steps * step // size) * self.blocks_per_group + spec.most_blocks(steps * step)
+            return most_blocks(steps * step, size, self.blocks_per_group, spec)
 
         most = num_blocks * size // step
         return (bisect.bisect_right(range(most + 1), num_blocks, key=needed) - 1) * step

@@ -13,7 +13,7 @@ import numpy as np
 
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.config import Activation, ModelConfig
-from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.known_fields import FamilyFields
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -142,17 +142,19 @@ def split_interleaved_qkv(name: str, shape: tuple[int, ...], which: int) -> Sour
 
 
 def windows(
-    fields: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool] | None = None
+    fields: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool] | None = None, *, always: bool = False
 ) -> tuple[int | None, ...]:
     """Return `ModelConfig.layer_windows` for a configuration.
 
     Args:
         is_sliding: function that returns True if a layer has the window ``sliding_window``, for configurations without
             ``layer_types``; None: all layers have it, and ``layer_types`` must agree.
+        always: True if such layers exist whatever ``sliding_window`` is, so null is refused; False: null means that no
+            layer has a window, unless ``layer_types`` says otherwise.
 
     Raises:
         ModelLoadError: ``layer_types`` is malformed, asks for a window without ``sliding_window``, or contradicts it
-            where all layers must have the window.
+            where all layers must have the window; or `always` and no ``sliding_window``.
     """
     window = ConfigFields(fields).optional_positive("sliding_window")
     types = fields.get("layer_types")
@@ -163,13 +165,18 @@ def windows(
         sliding = [kind == "sliding_attention" for kind in types]
     else:
         raise ModelLoadError(
-            f"config.json: layer_types={types!r:.80} must name {' or '.join(known)} for each of {num_layers} layers"
+            f"config.json: layer_types={shown(types)} must name {' or '.join(known)} for each of {num_layers} layers"
         )
     if types is not None and is_sliding is None and any(s != (window is not None) for s in sliding):
         raise ModelLoadError(
-            f"config.json: layer_types={types!r:.80} with sliding_window={window} is not supported: all layers must have the "
+            f"config.json: layer_types={shown(types)} with sliding_window={window} is not supported: all layers must have the "
             "window, or none may"
         )
     if types is not None and window is None and any(sliding):
-        raise ModelLoadError(f"config.json: layer_types={types!r:.80} needs a sliding_window")
+        flag = " and use_sliding_window" if "use_sliding_window" in fields else ""
+        raise ModelLoadError(f"config.json: layer_types={shown(types)} needs a sliding_window{flag}")
+    if always and window is None and any(sliding):
+        raise ModelLoadError(
+            "config.json: sliding_window=null is not supported: some layers have a window; give its length"
+        )
     return tuple(window if s else None for s in sliding) if window is not None and any(sliding) else ()

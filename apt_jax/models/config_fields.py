@@ -18,6 +18,25 @@ _MOST = {
 them."""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """Return a value of a configuration as text for messages, of about `most` characters. A longer list or object is cut
+    between its elements, and an element or another value within."""
+    text = repr(value)
+    if len(text) <= most:
+        return text
+    if not isinstance(value, list | tuple | Mapping):
+        return f"{text[:most]}..."
+    is_object = isinstance(value, Mapping)
+    parts = [f"{key!r}: {one!r}" for key, one in value.items()] if is_object else [repr(one) for one in value]
+    kept, size = list[str](), 0
+    for part in parts:
+        size += len(part) + 2
+        if kept and size > most:
+            break
+        kept.append(part if len(part) <= most else f"{part[:most]}...")
+    return f"{text[0]}{', '.join(kept)}{', ...' * (len(kept) < len(parts))}{text[-1]}"
+
+
 class ConfigFields:
     """Reader of the fields of one configuration. If a field is invalid, its method raises a `ModelLoadError` that names
     the field and its value.
@@ -43,7 +62,7 @@ class ConfigFields:
         """Return an integer from 1 to 2**31 - 1, or to the field's own limit in `_MOST`."""
         value, most = self._value(name, default), _MOST.get(name, _MAX_SIZE)
         if type(value) is not int or not 0 < value <= most:
-            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be an integer in [1, {most}]")
+            raise ModelLoadError(f"{self._where}{name}={shown(value, 60)} must be an integer in [1, {most}]")
         return value
 
     def named(self, *names: str) -> str:
@@ -51,7 +70,7 @@ class ConfigFields:
         absent."""
         present = [name for name in names if self._fields.get(name) is not None]
         if any(self._fields[name] != self._fields[present[0]] for name in present):
-            values = ", ".join(f"{name}={self._fields[name]!r:.40}" for name in present)
+            values = ", ".join(f"{name}={shown(self._fields[name], 40)}" for name in present)
             raise ModelLoadError(f"{self._where}{values} are the same field and differ")
         return present[0] if present else names[0]
 
@@ -61,7 +80,7 @@ class ConfigFields:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not abs(value) < 1e30 or (at_least is not None and value < at_least):
             least = "" if at_least is None else f" of at least {at_least:g}"
-            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a finite number{least}")
+            raise ModelLoadError(f"{self._where}{name}={shown(value, 60)} must be a finite number{least}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -70,7 +89,7 @@ class ConfigFields:
             return None
         value = self.number(name)
         if value <= 0:
-            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a positive number")
+            raise ModelLoadError(f"{self._where}{name}={shown(value, 60)} must be a positive number")
         return value
 
     def optional_positive(self, name: str) -> int | None:
@@ -82,7 +101,7 @@ class ConfigFields:
         value = self.text(name, default)
         if value not in known:
             raise ModelLoadError(
-                f"{self._where}{name}={value!r:.60} is not supported; only {', '.join(map(repr, known))}"
+                f"{self._where}{name}={shown(value, 60)} is not supported; only {', '.join(map(repr, known))}"
             )
         return known[value]
 
@@ -90,14 +109,14 @@ class ConfigFields:
         """Return a boolean."""
         value = self._value(name, default)
         if not isinstance(value, bool):
-            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be true or false")
+            raise ModelLoadError(f"{self._where}{name}={shown(value, 60)} must be true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
         """Return a string."""
         value = self._value(name, default)
         if not isinstance(value, str):
-            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a string")
+            raise ModelLoadError(f"{self._where}{name}={shown(value, 60)} must be a string")
         return value
 
     def token_ids(self, name: str, default: int | None, vocab_size: int, file: str = "config.json") -> tuple[int, ...]:
@@ -110,7 +129,7 @@ class ConfigFields:
             return ()
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and i >= 0 for i in ids):
-            raise ModelLoadError(f"{file}: {name}={value!r:.60} must be token ids of at least 0")
+            raise ModelLoadError(f"{file}: {name}={shown(value, 60)} must be token ids of at least 0")
         return tuple(i for i in ids if i < vocab_size)
 
     def attention_sizes(
@@ -136,7 +155,7 @@ class ConfigFields:
         do not use."""
         value = self._fields.get(name, default)
         if value is not None and type(value) is not int:
-            raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a token id")
+            raise ModelLoadError(f"{self._where}{name}={shown(value, 60)} must be a token id")
         return value if value is not None and 0 <= value < vocab_size else None
 
     def token_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
@@ -145,4 +164,4 @@ class ConfigFields:
         return ids[0] if ids else None
 
 
-__all__ = ["ConfigFields"]
+__all__ = ["ConfigFields", "shown"]

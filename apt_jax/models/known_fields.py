@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from apt_jax.errors import ModelLoadError
+from apt_jax.models.config_fields import shown
 
 IGNORED: dict[str, tuple[str, ...]] = {
     "training": (
@@ -141,7 +142,7 @@ def check_fields(known: FamilyFields, fields: Mapping[str, Any], family: str) ->
     is_full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
     if types is not None and "layer_types" not in known.read and not is_full:
         raise ModelLoadError(
-            f"config.json: layer_types={types!r:.60} is not supported for model_type {family}, whose layers all have full attention"
+            f"config.json: layer_types={shown(types, 60)} is not supported for model_type {family}, whose layers all have full attention"
         )
 
 
@@ -150,7 +151,7 @@ def _check(known: FamilyFields, fields: Mapping[str, Any], family: str, where: s
         if not _is_off(fields.get(name), values):
             allowed = " or ".join(map(repr, values)) or "null"
             raise ModelLoadError(
-                f"config.json: {where}{name}={fields[name]!r:.60} is not supported for {family}; only {allowed}"
+                f"config.json: {where}{name}={shown(fields[name], 60)} is not supported for {family}; only {allowed}"
             )
     for name, inner in known.nested.items():
         if isinstance(fields.get(name), Mapping):

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.config import RopeConfig
-from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.config_fields import ConfigFields, shown
 
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _OLD_NAMES = {"su": "longrope"}
@@ -40,7 +40,9 @@ def _parameters(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
         if not value:
             continue
         if not isinstance(value, Mapping) or any(isinstance(v, Mapping) for v in value.values()):
-            raise ModelLoadError(f"config.json: {name}={value!r:.60} must be one object of plain values for all layers")
+            raise ModelLoadError(
+                f"config.json: {name}={shown(value, 60)} must be one object of plain values for all layers"
+            )
         found = dict(value)
     if found.get("rope_theta") is None:
         found["rope_theta"] = theta if fields.get("rope_theta") is None else fields["rope_theta"]
@@ -49,7 +51,7 @@ def _parameters(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
         found["original_max_position_embeddings"] = original
     kind = found.get("rope_type", found.get("type", "default"))
     if not isinstance(kind, str) or _OLD_NAMES.get(kind, kind) not in TYPES:
-        raise ModelLoadError(f"config.json: rope type {kind!r:.40} is not known; known: {', '.join(TYPES)}")
+        raise ModelLoadError(f"config.json: rope type {shown(kind, 40)} is not known; known: {', '.join(TYPES)}")
     return found | {"rope_type": _OLD_NAMES.get(kind, kind)}
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from apt_jax.backends import attention_ops
 from apt_jax.cache import HybridCache
-from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
+from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
-from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.lab.reference_model import forward
@@ -24,14 +23,13 @@ from apt_jax.models.families import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import Policy, make_policy
+from apt_jax.sched import Policy
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.view import SchedulerView
-from apt_jax.utils.clock import WallClock
 from tests.support.cases import cover, num_cases
 from tests.support.paged_driver import Driver, few_programs
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
+from tests.support.served_model import Served
 
 KINDS = (CacheKindSpec(name="kv", blocks_per_group=2), CacheKindSpec(name="hidden", blocks_per_group=1))
 
@@ -250,55 +248,9 @@ def test_tokens_equal_a_plain_forward_pass(name, attention):
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
-class Served:
-    """Requests through the engine, and what the pool looked like."""
-
-    def __init__(
-        self,
-        executor: JaxExecutor,
-        kind: str,
-        policy: Policy | str,
-        prefix_caching: bool = True,
-        p_preempt: float = 0.0,
-    ) -> None:
-        executor.reset()
-        if isinstance(policy, str):
-            policy = make_policy(policy)
-        kinds = tuple(
-            CacheKindSpec(name=k.name, blocks_per_group=k.blocks_per_group, offered=kind in (k.name, "hybrid"))
-            for k in KINDS
-        )  # fmt: skip
-        scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32)
-        cache = dataclasses.replace(executor.cache_config, enable_prefix_caching=prefix_caching)
-        self.engine = Engine(executor, policy, WallClock(), kinds, scheduler, cache, vocab_size=97, debug=True)
-        self.rng, self.p_preempt = np.random.default_rng(0), p_preempt
-        self.tokens: dict[str, list[int]] = {}
-        self.kinds: set[int] = set()
-
-    def serve(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        names = [f"{len(self.tokens)}-{i}" for i in range(len(prompts))]
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        for name, prompt in zip(names, prompts, strict=True):
-            self.tokens[name] = []
-            self.engine.add_request(
-                EngineRequest(
-                    request_id=name,
-                    prompt=None,
-                    prompt_token_ids=np.array(prompt, np.int32),
-                    params=params,
-                    slo=SLO(),
-                    arrival_s=self.engine.clock.now_s(),
-                )
-            )
-        while self.engine.has_work:
-            for out in self.engine.step():
-                assert out.finish_reason in (None, "length"), out.error
-                self.tokens[out.request_id] += out.new_token_ids
-            self.kinds.update(self.engine.table.kind[self.engine.table.live].tolist())
-            if self.rng.random() < self.p_preempt:
-                self.engine.preempt(names[int(self.rng.integers(len(names)))])
-        self.engine.check_integrity()
-        return [self.tokens[name] for name in names]
+def kinds_of(name: str) -> tuple[CacheKindSpec, ...]:
+    """The kinds, of which only `name` is offered, or both for hybrid."""
+    return tuple(dataclasses.replace(kind, offered=name in (kind.name, "hybrid")) for kind in KINDS)
 
 
 def converse(served: Served, name: str) -> None:
@@ -346,7 +298,7 @@ def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
     if name == "latent":
         cases["kv"] = ("kv", "fcfs")
     for case, (kind, policy) in cases.items():
-        served = Served(two_tensors if kind == "kv" else tight, kind, policy, p_preempt=0.1)
+        served = Served(two_tensors if kind == "kv" else tight, kinds_of(kind), policy, p_preempt=0.1)
         converse(served, name)
         stats = served.engine.stats()
         assert stats.num_preemptions > 0, case
@@ -377,7 +329,7 @@ def test_bytes_of_the_pool_that_a_token_takes(name, block_size, exact):
     values = config.num_kv_heads * config.value_dim
     for kind, width in ((KV, config.lane + values), (HIDDEN, config.input_width)):
         executor = shared_executor(name, block_size, modes[kind], "absorb")
-        served = Served(executor, KINDS[kind].name, "fcfs", prefix_caching=False)
+        served = Served(executor, kinds_of(KINDS[kind].name), "fcfs", prefix_caching=False)
         served.serve([np.random.default_rng(0).integers(3, 97, tokens).tolist()], 1)
         pools = np.stack(executor.runner.pools)
         written = (pools != 0).any(axis=(2, 3))

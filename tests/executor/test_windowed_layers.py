@@ -8,20 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-from apt_jax.config import SLO, CacheConfig, SchedulerConfig
-from apt_jax.core.kinds import KV, CacheKindSpec
-from apt_jax.engine import Engine
+from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import KV, CacheKindSpec, WindowSpec
 from apt_jax.executor.calibrate import synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.lab.reference_model import forward
 from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.params import dummy_params
-from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import Policy, make_policy
-from apt_jax.utils.clock import WallClock
 from tests.support.cases import num_cases
 from tests.support.paged_driver import few_programs
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
+from tests.support.served_model import Served
 
 pytestmark = pytest.mark.seeds
 
@@ -68,61 +65,18 @@ def assert_most_likely(windowed: str, prompt: list[int], said: list[int]) -> Non
     assert said == scores.argmax(axis=1).tolist()
 
 
-class Served:
-    """Requests through an engine that recounts all blocks after every step."""
+def kinds_of(executor: JaxExecutor) -> tuple[CacheKindSpec, ...]:
+    assert executor.plan.windows is not None
+    return (
+        CacheKindSpec(name="kv", blocks_per_group=2, windows=executor.plan.windows),
+        CacheKindSpec(name="hidden", blocks_per_group=1, offered=False),
+    )
 
-    def __init__(self, executor: JaxExecutor, policy: Policy | str, prefix_caching: bool = True) -> None:
-        executor.reset()
-        assert executor.plan.windows is not None
-        self.spec = executor.plan.windows
-        kinds = (
-            CacheKindSpec(name="kv", blocks_per_group=2, windows=self.spec),
-            CacheKindSpec(name="hidden", blocks_per_group=1, offered=False),
-        )
-        self.engine = Engine(
-            executor,
-            make_policy(policy) if isinstance(policy, str) else policy,
-            WallClock(),
-            kinds,
-            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
-            dataclasses.replace(executor.cache_config, enable_prefix_caching=prefix_caching),
-            vocab_size=97,
-            debug=True,
-        )
-        self.tokens: dict[str, list[int]] = {}
-        self.found = 0
-        self.most_held = 0
 
-    def serve(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        names = [f"{len(self.tokens)}-{i}" for i in range(len(prompts))]
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        for name, prompt in zip(names, prompts, strict=True):
-            self.tokens[name] = []
-            self.engine.add_request(
-                EngineRequest(
-                    request_id=name,
-                    prompt=None,
-                    prompt_token_ids=np.array(prompt, np.int32),
-                    params=params,
-                    slo=SLO(),
-                    arrival_s=self.engine.clock.now_s(),
-                )
-            )
-        windows = self.engine.cache.windows
-        assert windows is not None
-        for _ in range(5000):
-            if not self.engine.has_work:
-                break
-            for out in self.engine.step():
-                assert out.finish_reason in (None, "length"), out.error
-                self.tokens[out.request_id] += out.new_token_ids
-                if out.finish_reason is not None:
-                    self.found += out.metrics.num_cached_tokens or 0
-            self.most_held = max(self.most_held, int(windows.num_held.max()))
-        assert not self.engine.has_work, "no progress"
-        self.engine.check_integrity()
-        assert self.engine.stats().used_blocks == 0
-        return [self.tokens[name] for name in names]
+def spec_of(served: Served) -> WindowSpec:
+    windows = served.engine.cache.windows
+    assert windows is not None
+    return windows.spec
 
 
 def converse(served: Served, windowed: str, seed: int = 3, turns: int = 3) -> None:
@@ -150,9 +104,9 @@ def test_tokens_equal_a_plain_forward_pass_in_tight_pools(windowed, prefix_cachi
     executor = executor_of(windowed, LEAST[windowed] + 7)
     whims = RandomPlanPolicy(preempt=0.02, chunk=0.3, skip=0.1)
     for policy in ("fcfs", "apt", RandomPolicy(1, whims)):
-        served = Served(executor, policy, prefix_caching)
+        served = Served(executor, kinds_of(executor), policy, prefix_caching)
         converse(served, windowed)
-        assert served.most_held <= 2 * served.spec.max_groups
+        assert served.most_held <= 2 * spec_of(served).max_groups
 
 
 @pytest.mark.slow
@@ -161,7 +115,8 @@ def test_random_conversations():
     executors = {windowed: executor_of(windowed, least + 20) for windowed, least in LEAST.items()}
     for seed in range(num_cases(3, 300)):
         windowed = list(LEAST)[seed % len(LEAST)]
-        converse(Served(executors[windowed], RandomPolicy(seed, whims)), windowed, seed)
+        executor = executors[windowed]
+        converse(Served(executor, kinds_of(executor), RandomPolicy(seed, whims)), windowed, seed)
 
 
 def test_steps_of_a_calibration_are_finite():
@@ -175,11 +130,12 @@ def test_steps_of_a_calibration_are_finite():
 def test_found_prefixes_and_blocks_of_long_requests():
     """A later turn finds all of the turn before; a request holds its window alone."""
     windowed = "wwgww"
-    served = Served(executor_of(windowed, 400), "fcfs")
+    executor = executor_of(windowed, 400)
+    served = Served(executor, kinds_of(executor), "fcfs")
     prompt = np.random.default_rng(0).integers(3, 97, 120).tolist()
     answer = served.serve([prompt], 40)[0]
     assert_most_likely(windowed, prompt, answer)
-    assert served.most_held == served.spec.max_groups
+    assert served.most_held == spec_of(served).max_groups
     again = [*prompt, *answer, 5, 6, 7]
     assert_most_likely(windowed, again, served.serve([again], 8)[0])
     assert served.found == (len(prompt) + len(answer) - 1) // BLOCK * BLOCK

@@ -13,6 +13,7 @@ from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError, ModelLoadError
 from apt_jax.models import FAMILIES, PRESETS, load_model
 from apt_jax.models.config import AttentionShape
+from apt_jax.models.config_fields import shown
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import abstract_params, param_axes, param_names
 
@@ -35,7 +36,9 @@ def _of(architecture: str, **fields: Any) -> dict[str, Any]:
     return LLAMA | {"architectures": [architecture]} | fields
 
 
-V2 = _of("DeepseekV2ForCausalLM", n_routed_experts=8, num_experts_per_tok=2)
+LATENT: dict[str, Any] = {"kv_lora_rank": 16, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+V2 = _of("DeepseekV2ForCausalLM", n_routed_experts=8, num_experts_per_tok=2, **LATENT)
+MINICPM3 = _of("MiniCPM3ForCausalLM", **LATENT | {"qk_rope_head_dim": 32})
 
 
 @pytest.mark.in_turn(16)
@@ -227,7 +230,7 @@ def test_glm_keeps_the_bias_of_its_router_in_float32_and_ignores_the_layer_that_
 
 
 def test_quantization_of_latent_attention_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(_of("MiniCPM3ForCausalLM", eos_token_id=2)))
+    (tmp_path / "config.json").write_text(json.dumps(MINICPM3 | {"eos_token_id": 2}))
     with pytest.raises(
         ModelLoadError, match=r"quantization='int8' does not support latent attention; .*--quantization"
     ):
@@ -262,6 +265,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "layer types of Phi-3": (_of("Phi3ForCausalLM", sliding_window=8, layer_types=["full_attention", "sliding_attention"]), "layer_types"),
     "Qwen, layer types that slide without a window": (_of("Qwen2ForCausalLM", layer_types=["full_attention", "sliding_attention"]), "layer_types"),
     "Mistral, layer types without a window": (_of("MistralForCausalLM", sliding_window=None, layer_types=["sliding_attention"] * 2), "layer_types"),
+    "Gemma 2, no window": (_of("Gemma2ForCausalLM", sliding_window=None), "sliding_window=null"),
+    "Gemma 3, no window": (_of("Gemma3ForCausalLM", sliding_window=None), "sliding_window=null"),
+    "Gemma 4, no window": (_of("Gemma4ForCausalLM", sliding_window=None, hidden_size_per_layer_input=0), "needs a sliding_window"),
+    "gpt-oss, no window": (_of("GptOssForCausalLM", sliding_window=None), "sliding_window=null"),
+    "Qwen 2 MoE, no window": (_of("Qwen2MoeForCausalLM", use_sliding_window=True, sliding_window=None), "sliding_window=null"),
+    "Qwen 2 MoE, windows without their flag": (
+        _of("Qwen2MoeForCausalLM", layer_types=["sliding_attention"] * 2, use_sliding_window=False), "sliding_window and use_sliding_window"),
+    "Qwen 3 MoE, windows without their flag": (_of("Qwen3MoeForCausalLM", layer_types=["sliding_attention"] * 2, sliding_window=8), "sliding_window=None"),
+    "SmolLM3, windows without their flag": (_of("SmolLM3ForCausalLM", layer_types=["sliding_attention"] * 2, sliding_window=8), "needs a sliding_window"),
     "layer types no list": (_of("Gemma2ForCausalLM", layer_types="full_attention"), "layer_types"),
     "an encoder": (LLAMA | {"is_encoder_decoder": True}, "is_encoder_decoder"),
     "not causal": (LLAMA | {"is_causal": False}, "is_causal"),
@@ -298,9 +310,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "latent, wide values": (V2 | {"v_head_dim": 193}, "v_head_dim=193"),
     "latent, odd rotary": (V2 | {"qk_rope_head_dim": 7}, "lanes of a head"),
     "latent, no rank": (V2 | {"kv_lora_rank": 0}, "kv_lora_rank"),
+    "latent, no width of latents": ({name: value for name, value in V2.items() if name != "kv_lora_rank"}, "kv_lora_rank is missing"),
+    "latent, null for the width of latents": (V2 | {"kv_lora_rank": None}, "kv_lora_rank=None"),
+    "latent, no rotated lanes": ({name: value for name, value in V2.items() if name != "qk_rope_head_dim"}, "qk_rope_head_dim is missing"),
     "latent, rank of queries": (V2 | {"q_lora_rank": -1}, "q_lora_rank"),
     "latent, longrope of whole heads": (
-        _of("MiniCPM3ForCausalLM", rope_scaling={"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48}), "list of 16"),
+        MINICPM3 | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48}}, "list of 16"),
     "DeepSeek, groups": (V2 | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "num_groups=3 must divide num_experts=8"),
     "DeepSeek, no groups": (V2 | {"topk_method": "group_limited_greedy"}, "n_group is missing"),
     "DeepSeek, small groups": (V2 | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 1}, "groups_per_token=1"),
@@ -326,6 +341,25 @@ def test_a_configuration_that_cannot_be_is_one_clear_line(case):
     assert named in str(error.value)
     assert "\n" not in str(error.value)
     assert time.monotonic() - begin < 5
+
+
+def test_long_values_in_messages_are_cut_between_their_elements():
+    assert shown(["sliding_attention"] * 3) == str(["sliding_attention"] * 3)
+    assert shown(["sliding_attention"] * 40) == "['sliding_attention', 'sliding_attention', 'sliding_attention', ...]"
+    assert shown({"a" * 30: 1, "b" * 30: 2, "c" * 30: 3}) == f"{{'{'a' * 30}': 1, '{'b' * 30}': 2, ...}}"
+    assert shown("x" * 100, 10) == "'xxxxxxxxx..."
+    assert shown(["x" * 100], 10) == "['xxxxxxxxx...]"
+    with pytest.raises(ModelLoadError) as error:
+        read_model_config(_of("Gemma2ForCausalLM", layer_types=["sliding_attention"] * 40, sliding_window=None))
+    assert "attention', ...] must name" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["MistralForCausalLM", "MinistralForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM"]
+)
+def test_where_all_layers_may_have_the_window_null_is_none(architecture):
+    fields = _of(architecture, num_key_value_heads=2, use_sliding_window=True, sliding_window=None)
+    assert read_model_config(fields)[1].layer_windows == ()
 
 
 def _complaint(fields: dict[str, Any]) -> str:

@@ -275,6 +275,7 @@ def test_no_weights_at_all_are_reported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     assert "has neither model.safetensors nor" in _refusal(tmp_path)
     assert "has neither pytorch_model.bin nor" in _refusal(tmp_path, load_format="pt")
+    assert _refusal(tmp_path).endswith("(--load-format dummy)")
 
 
 # F2: damaged safetensors files

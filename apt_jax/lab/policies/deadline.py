@@ -230,7 +230,7 @@ class QoServePolicy:
     SMALL_SIZES = (128, 256, 384, 512)
     MARGIN = 1.2
     FEW_TOKENS = 32_000
-    """Number of free token positions in the pool below which `SMALL_SIZES` are used."""
+    """Number of positions of one request in the free blocks below which `SMALL_SIZES` are used."""
     OLD_WEIGHT = 0.995
     """Weight of the old value in the moving average of prompt tokens per second."""
     TOKENS_PER_S = 8500.0
@@ -302,10 +302,7 @@ class QoServePolicy:
         It is the largest size with which `decoding` rows are on time, minus the number of these rows.
         """
         table = view.table
-        per_group, size = int(view.blocks_per_group[KV]), int(view.block_sizes[KV])
-        sizes = self.SIZES
-        if view.free_blocks // per_group * size < self.FEW_TOKENS:
-            sizes = self.SMALL_SIZES
+        sizes = self.SIZES if view.most_tokens(view.free_blocks, KV) >= self.FEW_TOKENS else self.SMALL_SIZES
         chosen = sizes[-1]
         if decoding.size:
             slack_s = float((due_s - view.now_s).min())

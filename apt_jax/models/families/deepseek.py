@@ -15,7 +15,7 @@ import numpy as np
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import ModelFamily, Source, split_leaf, whole
 from apt_jax.models.config import ExpertsConfig, LatentConfig, ModelConfig
-from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.families.llama import IN_LAYER, TOP_LEVEL, base_config, preset, strip_prefix
 from apt_jax.models.known_fields import LLAMA_FIELDS
 from apt_jax.models.rope import latent_score_factor, read_rope
@@ -38,30 +38,29 @@ def latent_config(
     family: str,
     max_len: int | None,
     *,
-    kv_rank: int = 512,
     query_rank: int = 1536,
-    head_dims: tuple[int, int, int | None] = (128, 64, 128),
+    value_dim: int | None = 128,
     **more: Any,
 ) -> ModelConfig:
     """Return the `ModelConfig` of a model with latent attention.
 
     Args:
-        kv_rank, query_rank, head_dims: defaults of the widths of latents, and of a head's lanes without rotation, with
-            rotation, and of its values (None: hidden_size / heads).
+        query_rank, value_dim: defaults of the widths of a query's latent and of a head's values (None: hidden_size /
+            heads).
         more: arguments of `llama.base_config`.
 
     Raises:
         ModelLoadError: see `llama.model_config`; or heads of keys that differ in number from heads of queries.
     """
     get = ConfigFields(fields)
-    nope, rotary = get.positive("qk_nope_head_dim", head_dims[0]), get.positive("qk_rope_head_dim", head_dims[1])
-    value_dim = get.optional_positive("v_head_dim") or head_dims[2]
+    nope, rotary = get.positive("qk_nope_head_dim"), get.positive("qk_rope_head_dim")
+    value_dim = get.optional_positive("v_head_dim") or value_dim
     if value_dim is None:
         _, _, value_dim = get.attention_sizes("hidden_size", "num_attention_heads")
     heads = get.positive("num_attention_heads")
     if get.positive("num_key_value_heads", heads) != heads:
         raise ModelLoadError(
-            f"config.json: num_key_value_heads={fields['num_key_value_heads']!r:.40} must be num_attention_heads={heads}: all heads "
+            f"config.json: num_key_value_heads={shown(fields['num_key_value_heads'], 40)} must be num_attention_heads={heads}: all heads "
             "of latent attention have keys of their own"
         )
     if value_dim > nope + rotary:
@@ -76,7 +75,7 @@ def latent_config(
         rope=rope,
         max_position=longest,
         attention_scale=None if factor == 1.0 else (nope + rotary) ** -0.5 * factor,
-        latent=LatentConfig(rank=get.positive("kv_lora_rank", kv_rank), value_dim=value_dim, query_rank=rank),
+        latent=LatentConfig(rank=get.positive("kv_lora_rank"), value_dim=value_dim, query_rank=rank),
     )
     return base_config(plain, family, max_len, **(values | more))
 
@@ -106,7 +105,7 @@ def _first_dense(fields: Mapping[str, Any], default: int) -> tuple[int, ...]:
     """Return the indices of the first layers, which have no experts."""
     count = fields.get("first_k_dense_replace", default)
     if type(count) is not int or count < 0:
-        raise ModelLoadError(f"config.json: first_k_dense_replace={count!r:.60} must be a number of layers")
+        raise ModelLoadError(f"config.json: first_k_dense_replace={shown(count, 60)} must be a number of layers")
     return tuple(range(min(count, ConfigFields(fields).positive("num_hidden_layers"))))
 
 
@@ -149,7 +148,7 @@ def glm_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelCo
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
             raise ModelLoadError(
-                f"config.json: mlp_layer_types={types!r:.80} must name dense or sparse for each of {num_layers} layers"
+                f"config.json: mlp_layer_types={shown(types)} must name dense or sparse for each of {num_layers} layers"
             )
         dense = tuple(i for i, kind in enumerate(types) if kind == "dense")
     experts = _experts(
@@ -157,7 +156,7 @@ def glm_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelCo
         **_sigmoid_groups(fields, 1, 1),
     )  # fmt: skip
     return latent_config(
-        fields, "glm4_moe_lite", max_len, query_rank=768, head_dims=(192, 64, 256), eps=1e-5, experts=experts,
+        fields, "glm4_moe_lite", max_len, query_rank=768, value_dim=256, eps=1e-5, experts=experts,
         tokens=(0, 1, None),
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         attention_scale=get.number("query_pre_attn_scalar", 256, at_least=1e-6) ** -0.5,
         attention_softcap=_cap(fields, "attn_logit_softcapping", 50.0),
         logits_softcap=_cap(fields, "final_logit_softcapping", 30.0),
-        layer_windows=windows(given, get.positive("num_hidden_layers"), lambda i: i % 2 == 0),
+        layer_windows=windows(given, get.positive("num_hidden_layers"), lambda i: i % 2 == 0, always=True),
     )  # fmt: skip
 
 

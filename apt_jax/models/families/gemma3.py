@@ -12,7 +12,7 @@ from typing import Any
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import ModelFamily, windows
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.families.gemma import gemma_config
 from apt_jax.models.families.gemma2 import GEMMA2_FIELDS, source
 from apt_jax.models.families.llama import preset, strip_prefix
@@ -22,7 +22,7 @@ from apt_jax.models.rope import read_rope
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 131072, "sliding_window": 4096,
+    "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 131072,
 }  # fmt: skip
 """Values of fields that published configurations leave out."""
 _FIELDS = dataclasses.replace(
@@ -40,14 +40,14 @@ def _rope_fields(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
     given = fields.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(not isinstance(v, Mapping | None) for v in given.values()):
         raise ModelLoadError(
-            f"config.json: rope_parameters={given!r:.60} must be an object that holds one object for full_attention and one for "
+            f"config.json: rope_parameters={shown(given, 60)} must be an object that holds one object for full_attention and one for "
             "sliding_attention"
         )
     found = dict(given.get(kind) or {})
     scaling = fields.get("rope_scaling")  # older configurations: only for layers with full attention
     if scaling is not None and kind == "full_attention":
         if not isinstance(scaling, Mapping):
-            raise ModelLoadError(f"config.json: rope_scaling={scaling!r:.60} must be an object")
+            raise ModelLoadError(f"config.json: rope_scaling={shown(scaling, 60)} must be an object")
         found |= scaling
     theta, default = {
         "full_attention": ("rope_theta", 1_000_000.0),
@@ -65,7 +65,8 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         get.positive("num_hidden_layers"),
         get.positive(get.named("sliding_window_pattern", "_sliding_window_pattern"), 6),
     )
-    layer_windows = windows(fields, num_layers, lambda i: (i + 1) % period != 0)
+    given = {"sliding_window": 4096, **fields}
+    layer_windows = windows(given, num_layers, lambda i: (i + 1) % period != 0, always=True)
     config = gemma_config(
         _rope_fields(fields, "full_attention"), "gemma3_text", max_len, "hidden_activation",
         norm_placement="sandwich",

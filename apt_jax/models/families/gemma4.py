@@ -12,7 +12,7 @@ from typing import Any
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import ModelFamily, Source, whole, windows
 from apt_jax.models.config import AttentionShape, ModelConfig
-from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.families.gemma import gemma_config
 from apt_jax.models.families.gemma2 import IN_SANDWICH
 from apt_jax.models.families.llama import TOP_LEVEL, strip_prefix
@@ -22,7 +22,7 @@ from apt_jax.models.rope import read_rope
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262144, "hidden_size": 2304, "num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 131072, "sliding_window": 512,
+    "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 131072,
 }  # fmt: skip
 """Values of fields that configurations may leave out."""
 _ROPES: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def _rope_fields(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
     own = given.get(kind) if isinstance(given, Mapping) else None
     if not isinstance(own, Mapping):
         raise ModelLoadError(
-            f"config.json: rope_parameters={given!r:.60} must hold one object for full_attention and one for sliding_attention"
+            f"config.json: rope_parameters={shown(given, 60)} must hold one object for full_attention and one for sliding_attention"
         )
     return {**fields, "rope_parameters": dict(own)}
 
@@ -58,7 +58,7 @@ def _global_shape(fields: Mapping[str, Any], global_layers: list[int]) -> tuple[
     is_known = set(own) <= {"head_dim", "num_key_value_heads"} and all(one == own for one in found)
     if not own or not is_known or len(by_layer) != len(global_layers):
         raise ModelLoadError(
-            f"config.json: per_layer_config={by_layer!r:.80} must give the same head_dim and num_key_value_heads for every layer "
+            f"config.json: per_layer_config={shown(by_layer)} must give the same head_dim and num_key_value_heads for every layer "
             "with full attention, and nothing else"
         )
     get = ConfigFields({**fields, **own}, "config.json: per_layer_config ")
@@ -72,7 +72,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     embeddings = fields.get("hidden_size_per_layer_input", 256)
     if embeddings:
         raise ModelLoadError(
-            f"config.json: hidden_size_per_layer_input={embeddings!r:.20} is not supported: Gemma 4 E2B and E4B have embeddings "
+            f"config.json: hidden_size_per_layer_input={shown(embeddings, 20)} is not supported: Gemma 4 E2B and E4B have embeddings "
             "in every layer; use a larger Gemma 4"
         )
     num_layers = get.positive("num_hidden_layers")
@@ -81,7 +81,8 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     ]
     if isinstance(types, list):
         types = [*types[:-1], "full_attention"]
-    layer_windows = windows({**fields, "layer_types": types}, num_layers, lambda _: True)
+    given = {"sliding_window": 512, **fields, "layer_types": types}
+    layer_windows = windows(given, num_layers, lambda _: True)
     local_layers = tuple(i for i, window in enumerate(layer_windows) if window is not None)
     config = gemma_config(
         _rope_fields(fields, "sliding_attention"), "gemma4_text", max_len, "hidden_activation",

@@ -34,7 +34,8 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         bias=True,
         clamp=(get.number("swiglu_alpha", 1.702), get.number("swiglu_limit", 7.0)),
     )
-    layers = windows({"sliding_window": 128, **fields}, get.positive("num_hidden_layers"), lambda i: i % 2 == 0)
+    num_layers, given = get.positive("num_hidden_layers"), {"sliding_window": 128, **fields}
+    layers = windows(given, num_layers, lambda i: i % 2 == 0, always=True)
     return base_config(
         {"attention_bias": True, "rope_parameters": _ROPE, **fields}, "gpt_oss", max_len, eps=1e-5, theta=150_000.0,
         num_kv_heads=8, head_dim=64, tokens=(None, None, None), experts=experts, layer_windows=layers,

@@ -24,7 +24,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     depth = num_layers**0.5 if fields.get("scale_depth", 1.4) is None else get.number("scale_depth", 1.4)
     base = hidden_size if fields.get("dim_model_base", 256) is None else get.positive("dim_model_base", 256)
     return latent_config(
-        fields, "minicpm3", max_len, kv_rank=256, query_rank=768, head_dims=(64, 32, None), eps=1e-5, tie_embeddings=True,
+        fields, "minicpm3", max_len, query_rank=768, value_dim=None, eps=1e-5, tie_embeddings=True,
         embedding_scale=get.number("scale_emb", 12.0), residual_scale=depth / num_layers**0.5,
         logits_scale=base / hidden_size,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import ModelFamily, Source, flat_shape, rows, split_leaf, whole
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.known_fields import FamilyFields
 
 _TOP_LEVEL = {
@@ -43,7 +43,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     )
     found = fields.get("attn_config")
     if found is not None and not isinstance(found, Mapping):
-        raise ModelLoadError(f"config.json: attn_config={found!r:.60} must be an object")
+        raise ModelLoadError(f"config.json: attn_config={shown(found, 60)} must be an object")
     attention = ConfigFields(found or {}, "config.json: attn_config.")
     if attention.positive("kv_n_heads", num_heads) != num_heads:
         raise ModelLoadError("config.json: attn_config.kv_n_heads is not supported; only as many as query heads")

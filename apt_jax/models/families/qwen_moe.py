@@ -6,7 +6,7 @@ from typing import Any
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import ModelFamily, Source, whole, windows
 from apt_jax.models.config import ExpertsConfig, ModelConfig
-from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.families.llama import IN_LAYER, TOP_LEVEL, base_config, preset, source, strip_prefix
 from apt_jax.models.known_fields import LLAMA_FIELDS
 
@@ -19,7 +19,9 @@ def _experts(
     step, dense = get.positive("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     num_layers = get.positive("num_hidden_layers")
     if not isinstance(dense, list) or not all(isinstance(i, int) and 0 <= i < num_layers for i in dense):
-        raise ModelLoadError(f"config.json: mlp_only_layers={dense!r:.80} must be numbers of layers below {num_layers}")
+        raise ModelLoadError(
+            f"config.json: mlp_only_layers={shown(dense)} must be numbers of layers below {num_layers}"
+        )
     return ExpertsConfig(
         num_experts=get.positive(get.named("num_experts", "num_local_experts"), num_experts),
         per_token=get.positive("num_experts_per_tok", per_token),
@@ -50,8 +52,10 @@ def qwen2_moe_config(fields: Mapping[str, Any], max_len: int | None = None) -> M
 
 def _windows(fields: Mapping[str, Any], is_sliding: Callable[[int], bool] | None) -> tuple[int | None, ...]:
     get = ConfigFields(fields)
-    window = {"sliding_window": 4096, **fields} if get.flag("use_sliding_window", False) else {}
-    return windows(window, get.positive("num_hidden_layers"), is_sliding)
+    slides = get.flag("use_sliding_window", False)
+    given = {"sliding_window": 4096, **fields} if slides else {**fields, "sliding_window": None}
+    always = slides and is_sliding is not None
+    return windows(given, get.positive("num_hidden_layers"), is_sliding, always=always)
 
 
 _SHARED = {

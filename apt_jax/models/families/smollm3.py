@@ -6,7 +6,7 @@ from typing import Any
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import ModelFamily, windows
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.families.llama import base_config, preset, source, strip_prefix
 from apt_jax.models.known_fields import LLAMA_FIELDS
 
@@ -20,10 +20,9 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
         rotates = [int((i + 1) % period != 0) for i in range(num_layers)]
     if not isinstance(rotates, list) or len(rotates) != num_layers or not all(r in (0, 1) for r in rotates):
         raise ModelLoadError(
-            f"config.json: no_rope_layers={rotates!r:.80} must be 1 (rotary) or 0 for each of {num_layers} layers"
+            f"config.json: no_rope_layers={shown(rotates)} must be 1 (rotary) or 0 for each of {num_layers} layers"
         )
-    slides = get.flag("use_sliding_window", False) and fields.get("sliding_window") is not None
-    given = fields if slides else {}
+    given = fields if get.flag("use_sliding_window", False) else {**fields, "sliding_window": None}
     return base_config(
         fields, "smollm3", max_len, theta=2e6, num_kv_heads=4, tie_embeddings=True, tokens=(128000, 128001, 128004),
         ffn_bias=get.flag("mlp_bias", False), unrotated_layers=tuple(i for i, r in enumerate(rotates) if not r),

@@ -8,6 +8,7 @@ from typing import Any
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import NORM_BUFFERS, ModelFamily
 from apt_jax.models.config import ModelConfig
+from apt_jax.models.config_fields import shown
 from apt_jax.models.known_fields import FamilyFields
 
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
@@ -34,7 +35,7 @@ def text_family(
         text = fields.get("text_config")
         if not isinstance(text, Mapping):
             raise ModelLoadError(
-                f"config.json: text_config={text!r:.60} must be an object, the fields of the text model"
+                f"config.json: text_config={shown(text, 60)} must be an object, the fields of the text model"
             )
         outer = {name: fields[name] for name in _OUTER if name in fields}
         return dataclasses.replace(model_config(outer | dict(text), max_len), family=name)

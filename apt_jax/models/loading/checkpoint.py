@@ -418,12 +418,13 @@ def _check_index(directory: Path, index_name: str, checkpoint: Checkpoint) -> No
 
 
 @contextlib.contextmanager
-def open_checkpoint(directory: Path, *, allow_pickle: bool) -> Iterator[Checkpoint]:
+def open_checkpoint(directory: Path, *, allow_pickle: bool, offer_dummy: bool = False) -> Iterator[Checkpoint]:
     """Open the weights of a model directory, after all checks that need only the files' headers.
 
     Args:
         allow_pickle: open PyTorch's files, and only these. If false, they are never opened, even if the directory has
             no other weights.
+        offer_dummy: let the message about missing weights suggest random ones.
 
     Raises:
         ModelLoadError: there are no weights, shards are missing, or a file is damaged or contradicts the index.
@@ -444,7 +445,8 @@ def open_checkpoint(directory: Path, *, allow_pickle: bool) -> Iterator[Checkpoi
                 f"{directory}: has only pickled weights ({format_names(pickles)}), which can run code when opened; convert them to "
                 f"safetensors, or pass --load-format pt to load tensors from {PT_SINGLE_FILE}"
             )
-        raise ModelLoadError(f"{directory}: has neither {single} nor {index}")
+        hint = "; give a directory with weights, or run with random ones (--load-format dummy)" if offer_dummy else ""
+        raise ModelLoadError(f"{directory}: has neither {single} nor {index}{hint}")
     checkpoint = TorchCheckpoint(paths) if allow_pickle else SafetensorsCheckpoint(paths)
     try:
         if index_name is not None:

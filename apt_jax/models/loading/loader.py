@@ -84,11 +84,14 @@ class LoadedModel:
 
 
 @contextlib.contextmanager
-def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator[Checkpoint]:
+def open_weights(
+    resolved: ResolvedModel, load_format: str = "auto", *, offer_dummy: bool = False
+) -> Iterator[Checkpoint]:
     """Open the weights of a model that has files, in any format.
 
     Args:
         load_format: as in `EngineConfig`; unless it is ``auto``, the model must have this format.
+        offer_dummy: see `open_checkpoint`.
 
     Raises:
         ModelLoadError: the model has another format; see also `open_checkpoint`.
@@ -109,7 +112,7 @@ def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator
         with contextlib.closing(OrbaxCheckpoint(path)) as checkpoint:
             yield checkpoint
     else:
-        with open_checkpoint(path, allow_pickle=load_format == "pt") as checkpoint:
+        with open_checkpoint(path, allow_pickle=load_format == "pt", offer_dummy=offer_dummy) as checkpoint:
             packed = any(name.endswith(("_blocks", "_scales")) for name in checkpoint.tensors)
             yield Mxfp4Checkpoint(checkpoint, path) if packed else checkpoint
 
@@ -532,7 +535,7 @@ def load_model(
         params = dummy_params(model_config, dtype, config.seed, place)
     else:
         assert path is not None
-        with open_weights(resolved, config.load_format) as checkpoint:
+        with open_weights(resolved, config.load_format, offer_dummy=True) as checkpoint:
             weights = storage(checkpoint)
             params = _load_params(
                 checkpoint, family, model_config, fields, dtype, path, sharding, keep_integers=keep_integers

@@ -137,12 +137,20 @@ def model_facts(config: EngineConfig, parts: EngineComponents) -> dict[str, Any]
         "layers": model.num_layers,
         "width": model.hidden_size,
         "heads": f"{model.num_heads} query, {model.num_kv_heads} key/value, {model.head_dim} wide",
+        "window": window_of(model),
         "vocabulary": model.vocab_size,
         "tokenizer ids": parts.tokenizer.vocab_size if parts.tokenizer else "no tokenizer",
         "max_model_len (tokens)": parts.limits.max_model_len,
         "end-of-sequence ids": ", ".join(map(str, parts.limits.eos_token_ids)) or "none",
         "chat template": "none" if parts.chat_template is None else f"from {parts.chat_template.where}",
     }
+
+
+def window_of(model: ModelConfig) -> str:
+    """Return the window of a model's attention, and how many layers have it."""
+    windows = [window for window in model.layer_windows if window is not None]
+    lens = " or ".join(f"{window:,}" for window in sorted(set(windows)))
+    return f"{lens} tokens in {len(windows)} of {model.num_layers} layers" if windows else "none"
 
 
 def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str, Any]]:
@@ -173,6 +181,7 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     gib = 2**30
     each = {
         "model": f"{config.model}, {_billions(model)}",
+        "window": window_of(model),
         "dtype (--dtype)": config.dtype,
         "quantization": config.quantization or "none: weights as they are",
         "devices": devices,

@@ -14,6 +14,7 @@ import string
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,9 @@ from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, BrowserRules, brows
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig
 from serve.http_api.socket_file import FLAG as UDS_FLAG
+from serve.http_api.tool_calls.forms import ALIASES as CALL_ALIASES
 from serve.http_api.tool_calls.forms import PARSERS as CALL_PARSERS
+from serve.http_api.tool_calls.reasoning import ALIASES as REASONING_ALIASES
 from serve.http_api.tool_calls.reasoning import PARSERS as REASONING_PARSERS
 from serve.memory_gate import MemoryGate, cgroup_limit_bytes
 from serve.observability import call_log as logs
@@ -73,6 +76,11 @@ _EXAMPLE = f"""example:
 """
 
 
+def _known_as(aliases: Mapping[str, str]) -> Callable[[str], str]:
+    """Return the type of an option whose values have other names, too."""
+    return lambda text: aliases.get(text, text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     if isinstance(parser, options.Parser):
         parser.brief, parser.example = _BRIEF, _EXAMPLE
@@ -96,12 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
     group.add_argument(
-        "--tool-call-parser", choices=("auto", *CALL_PARSERS, "none"), default="auto",
-        help="parser for tool calls; auto: chosen by the model's chat template; none: calls stay in the text",
+        "--tool-call-parser", choices=("auto", *CALL_PARSERS, "none"), default="auto", type=_known_as(CALL_ALIASES),
+        help="parser for tool calls, also by its name in vLLM or SGLang; auto: chosen by the model's chat template; none: calls stay in the text",
     )  # fmt: skip
     group.add_argument(
-        "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
-        help="parser that separates reasoning from the answer; auto: chosen by the model's chat template; deepseek_r1: outputs begin with reasoning; harmony: channels of gpt-oss, calls included; none: reasoning stays in the text",
+        "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto", type=_known_as(REASONING_ALIASES),
+        help="parser that separates reasoning from the answer, also by its name in vLLM or SGLang; auto: chosen by the model's chat template; deepseek_r1: outputs begin with reasoning; harmony: channels of gpt-oss, calls included; none: reasoning stays in the text",
     )  # fmt: skip
     group.add_argument(
         "--store-responses", type=options.natural, metavar="N", default=0,

@@ -9,6 +9,15 @@ from serve.http_api.tool_calls.events import OutputParser
 
 PARSERS = ("hermes", "llama3_json", "mistral", "json")
 """Values of `--tool-call-parser` that name a parser. The other values are ``auto`` and ``none``."""
+ALIASES = {
+    "llama4_json": "llama3_json",
+    "llama3": "llama3_json",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "openai": "auto",
+    "gpt-oss": "auto",
+}
+"""Names in vLLM and SGLang of these formats. Calls of gpt-oss are read with its reasoning, whatever the format."""  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

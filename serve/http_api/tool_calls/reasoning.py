@@ -5,6 +5,17 @@ from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, held_len, space
 
 PARSERS = ("think", "deepseek_r1", "harmony")
 """Values of `--reasoning-parser` that name a parser. The other values are ``auto`` and ``none``."""
+ALIASES = {
+    "qwen3": "think",
+    "glm45": "think",
+    "deepseek_v3": "think",
+    "deepseek-v3": "think",
+    "deepseek-r1": "deepseek_r1",
+    "qwen3-thinking": "deepseek_r1",
+    "openai_gptoss": "harmony",
+    "gpt-oss": "harmony",
+}
+"""Names of these parsers in vLLM and SGLang."""  # fmt: skip
 OPENING = "<think>"
 CLOSING = "</think>"
 

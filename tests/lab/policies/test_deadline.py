@@ -1,8 +1,11 @@
 """FairBatching, QoServe: the rule of each."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import WindowSpec
 from apt_jax.lab.policies.deadline import FairBatchingPolicy, QoServePolicy, line_deadline_s
 from apt_jax.sched.policies.edf import next_deadline_s
 from tests.support.deadline_world import decode, step, world_of
@@ -94,6 +97,22 @@ def test_little_memory_ends_the_sizes_early():
         world = world_of(num_blocks=num_blocks)
         world.add(3000, ttft_s=100.0)
         assert step(world, QoServePolicy()) == ("prefill", {0: size}, [])
+
+
+def test_blocks_of_windowed_layers_count_as_memory():
+    for per_group, size in ((2, 1000), (2000, 512)):  # 11 groups of windowed layers: 22 blocks, or 22,000
+        world = world_of(num_blocks=16_200 + 11 * per_group if size == 1000 else 20_000)
+        world.kinds = (
+            dataclasses.replace(
+                world.kinds[0], windows=WindowSpec(window=41, block_size=4, blocks_per_group=per_group)
+            ),
+            *world.kinds[1:],
+        )
+        world.add(3000, ttft_s=100.0)
+        policy = QoServePolicy()
+        view = world.view()
+        prompts = view.waiting
+        assert policy._chunk(view, prompts[:0], np.empty(0), prompts) == size
 
 
 def test_a_late_first_token_moves_the_line():

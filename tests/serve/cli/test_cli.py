@@ -823,6 +823,35 @@ def test_info_of_a_model(tmp_path):
     assert (cache["blocks"], cache["kv: pool (tokens)"], cache["hidden: pool (tokens)"]) == (64, 512, 1024)
     assert cache["host memory (blocks)"] == int(0.01 * 2**30) // (cache["kv: bytes a token"] * 8)
     assert cache["prefixes on disk"] == str(tmp_path / "prefixes")
+    assert facts["model"]["window"] == "none"
+
+
+def test_info_of_windows():
+    code, out, _ = run("info", "gpt-oss-20b", "--memory-plan", "80", "--json", "-")
+    assert code == 0
+    (facts,) = (rows for rows in json.loads(out).values() if "window" in rows)
+    assert facts["window"] == "128 tokens in 12 of 24 layers"
+
+
+@pytest.mark.parametrize(
+    ("flag", "theirs", "ours"),
+    [
+        ("--reasoning-parser", "openai_gptoss", "harmony"),
+        ("--reasoning-parser", "gpt-oss", "harmony"),
+        ("--reasoning-parser", "qwen3", "think"),
+        ("--reasoning-parser", "deepseek-r1", "deepseek_r1"),
+        ("--reasoning-parser", "deepseek_r1", "deepseek_r1"),
+        ("--tool-call-parser", "llama4_json", "llama3_json"),
+        ("--tool-call-parser", "qwen25", "hermes"),
+        ("--tool-call-parser", "openai", "auto"),
+        ("--tool-call-parser", "mistral", "mistral"),
+    ],
+)
+def test_parsers_have_the_names_of_other_servers_too(flag, theirs, ours):
+    parser = argparse.ArgumentParser()
+    serve_command.add_arguments(parser)
+    config = serve_command.check(parser.parse_args([flag, theirs]))[0]
+    assert getattr(config, flag[2:].replace("-", "_")) == ours
 
 
 def test_info_of_a_server(server):
