@@ -255,9 +255,17 @@ class Profiles:
         (sequence, KV head) pairs are independent, so a batch over K heads is taken as one of batch * K / 8 over the 8
         heads that are measured, at the same number of query heads a KV head.
         """
-        group = model.heads // model.kv_heads
+        return self.kernel_s(phase, gpu, model.heads // model.kv_heads, batch * model.kv_heads / tp / 8, length)
+
+    @property
+    def measured_heads(self) -> list[tuple[str, str, int, int]]:
+        """Measured (phase, GPU, query heads, key heads) of attention."""
+        return list(self._attention)
+
+    def kernel_s(self, phase: str, gpu: str, group: int, equivalent: float, length: int) -> float | None:
+        """One layer's attention of `equivalent` requests over 8 key heads of 128 lanes, `group` query heads each; None
+        outside the measured sizes."""
         by_batch = self._attention[phase, gpu, 8 * group, 8].get(length)
-        equivalent = batch * model.kv_heads / tp / 8
         if by_batch is None or equivalent > max(by_batch):
             return None
         batches = sorted(by_batch)
@@ -319,13 +327,16 @@ class Point:
     read_s: float
 
 
-def _fit(points: Sequence[Point]) -> tuple[list[float], list[float], dict[str, float]]:
-    """Coefficients of both parts and how well their sum meets the steps.
+def fit_parts(
+    points: Sequence[Point], known_s: Sequence[float] | None = None
+) -> tuple[list[float], list[float], dict[str, float]]:
+    """Coefficients of both parts and how well their sum meets the steps, each longer by `known_s`.
 
     Non-negative least squares on errors relative to the whole step. The parts are fitted apart: a joint fit would give
     the curvature of the linear layers to the attention of long prompts, which then exceeds what the card can do.
     """
-    step_s = np.array([point.linear_s + point.read_s for point in points])
+    known = np.zeros(len(points)) if known_s is None else np.array(known_s)
+    step_s = np.array([point.linear_s + point.read_s for point in points]) + known
 
     def solve(features: Sequence[Sequence[float]], part_s: Sequence[float]) -> NDArray[np.float64]:
         a = np.array(features, np.float64) / step_s[:, None]
@@ -334,7 +345,7 @@ def _fit(points: Sequence[Point]) -> tuple[list[float], list[float], dict[str, f
 
     linear = solve([p.linear for p in points], [p.linear_s for p in points])
     read = solve([p.read for p in points], [p.read_s for p in points])
-    predicted = np.array([p.linear for p in points]) @ linear + np.array([p.read for p in points]) @ read
+    predicted = known + np.array([p.linear for p in points]) @ linear + np.array([p.read for p in points]) @ read
     error = np.abs(predicted - step_s)
     quality = {
         "num_points": len(points),
@@ -375,7 +386,7 @@ def _fit_step(
                         read_s=model.layers * attention_s,
                     )
                 )
-    decode_linear, decode_read, decode_quality = _fit(points)
+    decode_linear, decode_read, decode_quality = fit_parts(points)
     points = []
     budget = min(max(2048, max_len), 16384)  # most tokens that a step is given
     for batch in (1, 2, 4, 8, 16, 32):
@@ -391,7 +402,7 @@ def _fit_step(
                         read_s=model.layers * attention_s,
                     )
                 )
-    prefill_linear, prefill_read, prefill_quality = _fit(points)
+    prefill_linear, prefill_read, prefill_quality = fit_parts(points)
     costs = StepCosts(
         prefill_base_s=prefill_linear[0] + prefill_read[0],
         prefill_per_token_s=prefill_linear[1] + prefill_read[1],
@@ -467,7 +478,7 @@ def _absorb(reproject: StepCosts, model: Model, card: Card, tp: int) -> StepCost
     )
 
 
-def _rounded(costs: StepCosts) -> StepCosts:
+def rounded(costs: StepCosts) -> StepCosts:
     numbers = dataclasses.asdict(costs)
     one_program = numbers.pop("one_program")
     return StepCosts(**{k: float(f"{v:.6g}") for k, v in numbers.items()}, one_program=one_program)
@@ -512,7 +523,7 @@ def _describe(
     fit: Mapping[str, Mapping[str, float]],
 ) -> Hardware:
     model, card = MODELS[model_name], CARDS[name]
-    kv = _rounded(kv)
+    kv = rounded(kv)
     basis = {**basis, "prefill_per_kv_prefix_s": _PREFIX}
     if extra_s is None:
         costs = {"kv": kv}
@@ -520,10 +531,10 @@ def _describe(
         basis |= {"hidden": few, "absorb": few}
     else:
         reproject = _reproject(kv, extra_s)
-        costs = {"reproject": _rounded(reproject)}
+        costs = {"reproject": rounded(reproject)}
         basis["reproject"] = _REPROJECT
         if not model.rotary:
-            costs["absorb"] = _rounded(_absorb(reproject, model, card, num_devices))
+            costs["absorb"] = rounded(_absorb(reproject, model, card, num_devices))
             basis["absorb"] = _ABSORB
         else:
             basis["absorb"] = "not exact with rotary embedding"

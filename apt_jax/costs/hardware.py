@@ -13,7 +13,10 @@ from apt_jax.errors import ConfigError
 MODES = ("kv", "reproject", "absorb")
 COEFFICIENTS = tuple(f.name for f in dataclasses.fields(StepCosts) if f.name != "one_program")
 HIDDEN_COEFFICIENTS = tuple(name for name in COEFFICIENTS if "hidden" in name)
-OPTIONAL_COEFFICIENTS = ("convert_per_hidden_token_s", "load_base_s", "load_per_block_s", "save_per_block_s")
+OPTIONAL_COEFFICIENTS = (
+    "convert_per_hidden_token_s", "load_base_s", "load_per_block_s", "save_per_block_s", "decode_per_window_token_s",
+    "window_tokens", "experts_s", "experts_per_token",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,9 @@ class Hardware:
             raise ValueError(f"windows: {dataclasses.asdict(self.windows)} must be positive numbers")
         if self.windows is not None and hidden is not None:
             raise ValueError("windows: layer inputs and windows are not offered together; use null for one of them")
+        for mode, costs in self.costs.items():
+            if costs.experts_per_token > 1:
+                raise ValueError(f"costs.{mode}.experts_per_token: {costs.experts_per_token} must be at most 1")
         inputs = self.hidden_block_size
         if inputs is not None and not 2 * inputs > self.block_size:
             raise ValueError(

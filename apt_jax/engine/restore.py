@@ -66,6 +66,6 @@ class RestoreChoice:
         """Return the time to compute positions that follow `start` cached positions, seconds."""
         costs = self._costs()
         if num_tokens == 1 and start:
-            return costs.decode_base_s + costs.decode_row_s(start, kind)
+            return costs.decode_base_s + costs.experts_read_s(1) + costs.decode_row_s(start, kind)
         num_steps = -(-num_tokens // self._budget)
         return costs.prefill_base_s * num_steps + costs.chunk_s(num_tokens, start, kind)

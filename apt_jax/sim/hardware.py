@@ -60,6 +60,9 @@ def as_description(hardware: Hardware) -> dict[str, Any]:
             del data[field.name]
     for costs in data["costs"].values():
         del costs["one_program"]  # given by `programs`
+        for name in OPTIONAL_COEFFICIENTS:
+            if not costs[name]:
+                del costs[name]
     return data
 
 

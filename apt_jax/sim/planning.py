@@ -221,7 +221,9 @@ def alone(workload: Workload, config: SimulationConfig, hardware: Hardware) -> A
     budget = step_limits(config, hardware)[1]
     first_s = alone_s(prompt, np.ones_like(output), shared, costs, budget)
     last_s = alone_s(prompt, output, shared, costs, budget)
-    step_s = costs.decode_base_s + costs.decode_per_request_s + costs.decode_per_token_s * (prompt + 1.0)
+    row_s = costs.decode_base_s + costs.decode_per_request_s + costs.experts_read_s(1)
+    step_s = row_s + costs.decode_per_token_s * (prompt + 1.0)
+    step_s += costs.decode_per_window_token_s * np.minimum(prompt + 1.0, costs.window_tokens)
     step_s = np.where(output > 1, step_s, 0.0)
     slo = config.slo
     in_time = first_s <= slo.ttft_s, step_s <= slo.tbt_s, last_s <= slo.e2e_s

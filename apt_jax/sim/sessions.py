@@ -391,5 +391,10 @@ def alone_s(
     )
     steps = output_tokens - 1.0
     read = steps * (total + 1) + steps * (steps - 1) / 2
-    decode_s = steps * (costs.decode_base_s + costs.decode_per_request_s) + costs.decode_per_token_s * read
+    row_s = costs.decode_base_s + costs.decode_per_request_s + costs.experts_read_s(1)
+    decode_s = steps * row_s + costs.decode_per_token_s * read
+    if window := costs.window_tokens:
+        inside = (np.minimum(end, window) * (np.minimum(end, window) + 1) / 2 for end in (total + steps, total))
+        beyond = np.maximum(total + steps - window, 0) - np.maximum(total - window, 0)
+        decode_s += costs.decode_per_window_token_s * (next(inside) - next(inside) + beyond * window)
     return prefill_s + decode_s

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apt_jax.costs.model import StepCosts
 from apt_jax.errors import ConfigError
 from apt_jax.request import RequestMetrics
 from apt_jax.sim import catalog
@@ -417,6 +418,19 @@ def test_a_session_alone_has_no_slowdown(path):
         assert (end_s - arrival_s).tolist() == pytest.approx(alone.tolist(), rel=1e-6)
         assert result.sessions is not None
         assert result.sessions.slowdown_mean == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_time_alone_counts_windows_and_experts():
+    costs = StepCosts(
+        decode_base_s=1.0, decode_per_token_s=0.1, decode_per_window_token_s=0.5, window_tokens=40.0, experts_s=3.0, experts_per_token=0.25
+    )  # fmt: skip
+    prompt, output = np.array([10, 35, 60], np.int32), np.array([50, 20, 5], np.int32)
+    one = np.ones(1, np.int32)
+    expected = [
+        sum(costs.step_s(one, one * (p + t), np.zeros(1, np.int8)) for t in range(o - 1))
+        for p, o in zip(prompt.tolist(), output.tolist(), strict=True)
+    ]
+    assert alone_s(prompt, output, np.zeros(3, np.int32), costs, 100).tolist() == pytest.approx(expected)
 
 
 # --- generated workloads -----------------------------------------------------------------------------------------------

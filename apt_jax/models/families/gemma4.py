@@ -15,7 +15,7 @@ from apt_jax.models.config import AttentionShape, ModelConfig
 from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.families.gemma import gemma_config
 from apt_jax.models.families.gemma2 import IN_SANDWICH
-from apt_jax.models.families.llama import TOP_LEVEL, strip_prefix
+from apt_jax.models.families.llama import TOP_LEVEL, preset, strip_prefix
 from apt_jax.models.families.with_images import text_family
 from apt_jax.models.known_fields import LLAMA_FIELDS, ROPE_BY_LAYER, FamilyFields
 from apt_jax.models.rope import read_rope
@@ -138,11 +138,26 @@ FAMILY = ModelFamily(
     strip_prefix=strip_prefix,
 )
 
+
+def _preset_with_images(
+    num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, num_global_kv_heads: int, ffn_size: int
+) -> dict[str, Any]:
+    text = preset(
+        "Gemma4ForCausalLM", num_layers, hidden_size, num_heads, num_kv_heads, ffn_size, 262144, 262144, head_dim=256,
+        global_head_dim=512, num_global_key_value_heads=num_global_kv_heads, attention_k_eq_v=True, sliding_window=1024,
+        hidden_size_per_layer_input=0, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    return {"architectures": ["Gemma4ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text}
+
+
 TEXT_OF_FAMILY_WITH_IMAGES = text_family(
     FAMILY,
     "gemma4",
     model_config=model_config,
-    presets={},
+    presets={
+        "gemma-4-12b": _preset_with_images(48, 3840, 16, 8, 1, 15360),
+        "gemma-4-31b": _preset_with_images(60, 5376, 32, 16, 4, 21504),
+    },
     ignored=frozenset({
         "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id", "eoa_token_index",
         "audio_token_id",

@@ -127,7 +127,8 @@ def alone_s(costs: StepCosts, asked: Candidates) -> NDArray[np.float64]:
     """Return the (n,) durations in seconds of steps with only one candidate each, without copies from the host."""
     c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
     hidden = asked.kind == HIDDEN
-    decode_s = np.where(
+    window_s = costs.decode_per_window_token_s * np.minimum(m + 1, costs.window_tokens) + costs.experts_read_s(1)
+    decode_s = window_s + np.where(
         hidden,
         costs.decode_per_hidden_request_s + (m + 1) * costs.decode_per_hidden_token_s,
         costs.decode_per_request_s + (m + 1) * costs.decode_per_token_s,

@@ -27,7 +27,11 @@ def best_effort(world: World, row: int) -> int:
 def test_times_of_prefixes_are_those_of_steps(one_program):
     rng = np.random.default_rng(1)
     numbers = [name for name in StepCosts.__dataclass_fields__ if name != "one_program"]
-    costs = StepCosts(**{name: float(rng.uniform(1e-4, 1e-2)) for name in numbers}, one_program=one_program)
+    values = {name: float(rng.uniform(1e-4, 1e-2)) for name in numbers} | {
+        "window_tokens": 20.0,
+        "experts_per_token": 0.2,
+    }
+    costs = StepCosts(**values, one_program=one_program)
     for _ in range(20):
         n = int(rng.integers(1, 30))
         num_tokens = np.where(rng.random(n) < 0.6, 1, rng.integers(1, 9, n)).astype(np.int32)
