@@ -28,7 +28,7 @@ class StepCosts:
     If a mixed step is two programs (`one_program` is False, as on CPUs), it takes the sum of both phases. A prompt of
     one token counts as a chunk here, although an executor may run it as a decode.
 
-    A step of a mixture of experts reads the weights of those experts that some row goes to: of E experts, k for each of n
+    A step of a mixture of experts reads the weights of the experts that some row goes to: of E experts, k for each of n
     rows, share(n) = 1 - (1 - k/E)^n on average if experts are chosen alike. Prompts are so long that they read all
     experts, which is in their base.
     """
@@ -58,7 +58,7 @@ class StepCosts:
     save_per_block_s: float = 0.0
     """Seconds per block saved to host memory, over all layers. 0: unknown."""
     decode_per_window_token_s: float = 0.0
-    """Seconds per cached token that layers with a window read, in addition to those of other layers."""
+    """Seconds per cached token that layers with a window read, in addition to what other layers take."""
     window_tokens: float = 0.0
     """Length of that window."""
     experts_s: float = 0.0
