@@ -119,21 +119,30 @@ _ACTIVATIONS = {
 }
 
 
-def _feed_forward(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Float[Array, "T D"]:
+def _feed_forward(
+    x: Float[Array, "T D"], h: Float[Array, "T D"], p: LayerParams, config: ModelConfig
+) -> Float[Array, "T D"]:
+    """`h` is the residual stream."""
     if p.experts is not None:
-        return _experts(x, p, config)
+        return _experts(x, h, p, config)
     activate = _ACTIVATIONS[config.activation]
     up = _plus(_einsum("TD,FD->TF", x, p.w_up), p.b_up)
     up = up * activate(_plus(_einsum("TD,FD->TF", x, p.w_gate), p.b_gate)) if config.gated else activate(up)
     return _plus(_einsum("TF,DF->TD", up, p.w_down), p.b_down)
 
 
-def _experts(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Float[Array, "T D"]:
+def _experts(
+    x: Float[Array, "T D"], h: Float[Array, "T D"], p: LayerParams, config: ModelConfig
+) -> Float[Array, "T D"]:
     """Compute every expert for every token, and the sum weighted by the router."""
     mixture, experts, activate = config.experts, p.experts, _ACTIVATIONS[config.activation]
     assert mixture is not None
     assert experts is not None
-    products = _einsum("TD,XD->TX", x, experts.router)
+    of_router, of_experts, norms = x, x, experts.norms
+    if norms is not None:
+        of_router = _norm(h, norms.router, config) / jnp.sqrt(config.hidden_size)
+        of_experts = _norm(h, norms.before, config)
+    products = _einsum("TD,XD->TX", of_router, experts.router)
     if mixture.scoring == "softmax":
         scores = choice = jax.nn.softmax(_plus(products, experts.router_bias))
     else:
@@ -148,9 +157,9 @@ def _experts(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Flo
     scores = jnp.where(choice >= least[:, None], scores, 0.0)
     if mixture.normalize:
         scores = scores / scores.sum(axis=1, keepdims=True)
-    scores = scores * mixture.factor
-    gate = _plus(_einsum("TD,XFD->TXF", x, experts.w_gate), experts.b_gate)
-    up = _plus(_einsum("TD,XFD->TXF", x, experts.w_up), experts.b_up)
+    scores = scores * mixture.factor * (1.0 if experts.scale is None else experts.scale[None])
+    gate = _plus(_einsum("TD,XFD->TXF", of_experts, experts.w_gate), experts.b_gate)
+    up = _plus(_einsum("TD,XFD->TXF", of_experts, experts.w_up), experts.b_up)
     if mixture.clamp is None:
         up = up * activate(gate)
     else:
@@ -159,7 +168,9 @@ def _experts(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig) -> Flo
         up = (jnp.clip(up, -limit, limit) + 1) * gate / (1 + jnp.exp(-alpha * gate))
     out = _einsum("TX,TXD->TD", scores, _plus(_einsum("TXF,XDF->TXD", up, experts.w_down), experts.b_down))
     if p.w_down is not None:
-        shared = _feed_forward(x, dataclasses.replace(p, experts=None), config)
+        shared = _feed_forward(x, h, dataclasses.replace(p, experts=None), config)
+        if norms is not None:
+            return _norm(shared, norms.shared, config) + _norm(out, norms.after, config)
         gate = experts.shared_gate
         out = out + (shared if gate is None else jax.nn.sigmoid(_einsum("TD,OD->TO", x, gate)) * shared)
     return out
@@ -171,10 +182,11 @@ def _layer(h: Float[Array, "T D"], p: LayerParams, config: ModelConfig, i: int) 
 
     if config.norm_placement == "post":
         h = norm(h + _attention(h, p, config, i), p.attn_norm)
-        return norm(h + _feed_forward(h, p, config), p.ffn_norm)
+        return norm(h + _feed_forward(h, h, p, config), p.ffn_norm)
     after = h + norm(_attention(norm(h, p.attn_norm), p, config, i), p.attn_out_norm) * config.residual_scale
     source = h if config.parallel else after
-    after = after + norm(_feed_forward(norm(source, p.ffn_norm), p, config), p.ffn_out_norm) * config.residual_scale
+    out = _feed_forward(norm(source, p.ffn_norm), source, p, config)
+    after = after + norm(out, p.ffn_out_norm) * config.residual_scale
     return after if p.layer_scale is None else after * p.layer_scale[None]
 
 

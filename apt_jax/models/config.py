@@ -123,7 +123,12 @@ class ExpertsConfig:
     """alpha and limit of experts that compute `down((up + 1) * gate * sigmoid(alpha * gate))`, where gate is at most the
     limit and up lies in [-limit, limit] (gpt-oss); None: `down(activation(gate) * up)`."""
 
+    apart: bool = False
+    """True if router and experts read the residual stream with norms of their own, beside the layer of `shared_size` that
+    all tokens go to, and both outputs are normed before they are added; every expert then has a factor (Gemma 4)."""
+
     def __post_init__(self) -> None:
+        _require(not self.apart or self.shared_size > 0, "model experts: apart needs shared_size")
         _require(
             self.num_experts > 0 and self.size > 0 and self.shared_size >= 0,
             f"model experts: num_experts={self.num_experts} and size={self.size} must be positive",
@@ -505,6 +510,7 @@ class ModelConfig:
             if experts is not None:
                 total += experts.num_experts * (d + products * d * experts.size)
                 total += d if f and experts.shared_gate else 0
+                total += 4 * norm + experts.num_experts if experts.apart else 0
                 total += experts.num_experts if experts.scoring == "sigmoid" else 0
                 biases = 1 + (products - 1) * experts.size + d
                 total += experts.num_experts * biases if experts.bias else 0

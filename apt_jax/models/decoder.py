@@ -61,15 +61,16 @@ from apt_jax.ops.xla_common import fetch_blocks, project_shards
 
 def _feed_forward(
     x: Float[Array, "T D"],
+    h: Float[Array, "T D"],
     p: LayerParams,
     config: ModelConfig,
     options: StepOptions,
     index: Int32[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
-    """Compute the feed-forward layer in float32; between its two products, values have the dtype of x. `index` is the
-    adapter of each row."""
+    """Compute the feed-forward layer in float32; between its two products, values have the dtype of x. `h` is the
+    residual stream and `index` the adapter of each row."""
     if p.experts is not None:
-        return _add_experts(x, p, p.experts, config, options)
+        return _add_experts(x, h, p, p.experts, config, options)
     if p.adapters is not None:
         return _adapted_feed_forward(x, p, config, options, index)
     up = _first_half(x, p, config, options)
@@ -115,7 +116,19 @@ def route(
     weights = jnp.take_along_axis(scores, ids, axis=1)
     if mixture.normalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return ids, weights * mixture.factor
+    weights = weights * mixture.factor
+    return ids, weights if experts.scale is None else weights * experts.scale.astype(jnp.float32)[ids]
+
+
+def expert_inputs(
+    x: Float[Array, "T D"], h: Float[Array, "T D"], experts: Experts, config: ModelConfig
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Return the inputs of a layer's router and of its experts: `x`, or norms of the residual stream `h` with
+    `ExpertsConfig.apart`."""
+    if experts.norms is None:
+        return x, x
+    of_router = apply_norm(h, experts.norms.router, config) * config.hidden_size**-0.5
+    return of_router.astype(x.dtype), apply_norm(h, experts.norms.before, config).astype(x.dtype)
 
 
 def mixed_biases(
@@ -127,12 +140,23 @@ def mixed_biases(
 
 
 def _add_experts(
-    x: Float[Array, "T D"], p: LayerParams, experts: Experts, config: ModelConfig, options: StepOptions
+    x: Float[Array, "T D"],
+    h: Float[Array, "T D"],
+    p: LayerParams,
+    experts: Experts,
+    config: ModelConfig,
+    options: StepOptions,
 ) -> Float[Array, "T D"]:
-    """Compute a mixture of experts in float32, with the expert that all tokens go to if the layer has one."""
+    """Compute a mixture of experts in float32, with the expert that all tokens go to if the layer has one. `x` is the input
+    of feed-forward layers, and `h` the residual stream."""
     assert config.experts is not None
-    ids, weights = route(x, experts, config)
-    out = options.ops.experts(x, ids, weights, experts, config.activation, clamp=config.experts.clamp)
+    of_router, rows = expert_inputs(x, h, experts, config)
+    ids, weights = route(of_router, experts, config)
+    out = options.ops.experts(rows, ids, weights, experts, config.activation, clamp=config.experts.clamp)
+    if (norms := experts.norms) is not None:
+        out = out if options.tensor is None else options.tensor.sum(out.astype(x.dtype))
+        shared = apply_dense_summed(_first_half(x, p, config, options), p.w_down, None, options)
+        return apply_norm(shared, norms.shared, config) + apply_norm(out, norms.after, config)
     if p.w_down is not None:
         shared = apply_dense(_first_half(x, p, config, options), p.w_down, None, options.ops.dense)
         gate = experts.shared_gate
@@ -341,7 +365,7 @@ def _layer(
             h = h + out
         else:
             h, x = _added(h, out, p.ffn_norm, dtype, config, rest)
-        delta = _scaled(_normed(_feed_forward(x, p, config, rest, index), p.ffn_out_norm, config), config)
+        delta = _scaled(_normed(_feed_forward(x, h, p, config, rest, index), p.ffn_out_norm, config), config)
         if config.norm_placement == "post":
             h, delta = _normed(h + delta, p.ffn_norm, config), None
         if p.layer_scale is not None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apt_jax.models.config import ModelConfig
-from apt_jax.ops.weights import Experts, NormParams
+from apt_jax.ops.weights import ExpertNorms, Experts, NormParams
 
 
 @jax.tree_util.register_dataclass
@@ -169,6 +169,10 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             return leaf(name, (h,), ("head_dim",))
         return only_if(config.qk_norm == "lane", name, (heads * h,), (axis,))
 
+    def expert_norms(p: str) -> ExpertNorms:
+        found = {name: norm(f"{p}{name}_norm") for name in ("router", "before", "after", "shared")}
+        return ExpertNorms(**found)  # pyright: ignore[reportArgumentType]  all are wanted
+
     def experts(i: int, p: str) -> Experts | None:
         e = config.experts_of(i)
         if e is None:
@@ -184,6 +188,8 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
             b_gate=only_if(e.bias, p + "b_gate", inner[:2], ("experts", "ffn")),
             b_up=only_if(e.bias, p + "b_up", inner[:2], ("experts", "ffn")),
             b_down=only_if(e.bias, p + "b_down", (e.num_experts, d), ("experts", "embed")),
+            scale=only_if(e.apart, p + "scale", (e.num_experts,), ("experts",)),
+            norms=expert_norms(p) if e.apart else None,
         )
 
     def layer(i: int) -> LayerParams:
@@ -321,5 +327,5 @@ def is_matrix(name: str) -> bool:
 
 
 def is_norm_scale(name: str) -> bool:
-    """True if a leaf of `param_names` is the scale of a norm, or of a layer's result."""
-    return name.endswith(("norm.scale", "q_norm", "k_norm", "layer_scale"))
+    """True if a leaf of `param_names` is the scale of a norm, of a layer's result or of experts."""
+    return name.endswith(("norm.scale", "q_norm", "k_norm", "layer_scale", "experts.scale"))

@@ -25,6 +25,21 @@ class NormParams:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertNorms:
+    """Norms of a mixture of experts that reads the residual stream beside a feed-forward layer (Gemma 4)."""
+
+    router: NormParams
+    """(D,): of the router's input"""
+    before: NormParams
+    """(D,): of the experts' input"""
+    after: NormParams
+    """(D,): of the experts' sum"""
+    shared: NormParams
+    """(D,): of the output of the feed-forward layer that all tokens go to"""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
     """Mixture of experts of a layer. Matrices are arrays, or a `TiledMatrix` of the experts' matrices one after
     another."""
@@ -52,6 +67,10 @@ class Experts:
     """(X, D)"""
     b_gate_up: Any = None
     """(X, 2F) float32: for each expert b_gate, then b_up, in place of the two beside `w_gate_up`"""
+    scale: Any = None
+    """(X,): factor on the weights of each expert, or None"""
+    norms: ExpertNorms | None = None
+    """Norms of its own; None: router and experts read what the feed-forward layer reads"""
 
 
 @jax.tree_util.register_dataclass

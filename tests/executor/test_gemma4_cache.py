@@ -25,7 +25,7 @@ SHAPE = ONE.attention_of(1)
 WIDE = dataclasses.replace(ONE, global_attention=dataclasses.replace(SHAPE, num_kv_heads=8))
 """Layers without a window cache more than the others."""
 TWO = dataclasses.replace(ONE, global_attention=dataclasses.replace(SHAPE, turned_lanes=None))
-CONFIGS = {"narrower": ONE, "wider": WIDE, "two tensors": TWO}
+CONFIGS = {"narrower": ONE, "wider": WIDE, "two tensors": TWO, "experts": MODELS["gemma4 experts"]}
 RNG = np.random.default_rng(3)
 SHARED = RNG.integers(3, 97, 24).tolist()
 PROMPTS = [RNG.integers(3, 97, n).tolist() for n in (1, 5, 53, 18)]
@@ -62,8 +62,9 @@ def test_tokens_are_those_of_two_tensors_without_a_cache(name: str, ops: str, co
 
 def test_a_slot_holds_the_wider_of_both_shapes_and_the_hidden_kind_is_refused() -> None:
     assert (ONE.lane, WIDE.lane, TWO.lane) == (64, 8 * 20, 64)
-    leaves: list[Any] = jax.tree.leaves(abstract_params(ONE, "float32"))
-    assert ONE.num_params == sum(math.prod(leaf.shape) for leaf in leaves)
+    for config in (ONE, MODELS["gemma4 experts"]):
+        leaves: list[Any] = jax.tree.leaves(abstract_params(config, "float32"))
+        assert config.num_params == sum(math.prod(leaf.shape) for leaf in leaves)
     assert not ONE.supports_hidden
     with pytest.raises(ConfigError, match=r"cached as one tensor.*use --cache kv"):
         offers_hidden(ONE, CacheConfig(mode="hidden"), 1)

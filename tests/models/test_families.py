@@ -416,7 +416,7 @@ def test_layers_of_gemma_4_without_a_window_cache_one_tensor():
     ("changed", "message"),
     [
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported: Gemma 4 E2B and E4B"),
-        ({"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+        ({"enable_moe_block": True}, "num_experts is missing"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({"per_layer_config": {"4": {"head_dim": 32}}}, "per_layer_config=.* must give the same head_dim"),

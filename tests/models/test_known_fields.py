@@ -60,6 +60,8 @@ OTHER: dict[str, Any] = {
     "n_shared_experts": (2, 1),
     "first_k_dense_replace": (0, 1),
     "n_group": 8,
+    "enable_moe_block": False,
+    "top_k_experts": 1,
     "topk_method": "greedy",
     "mlp_layer_types": ["sparse", "dense"],
     "dim_model_base": 32,
@@ -130,6 +132,8 @@ def small(architecture: str, family: ModelFamily) -> dict[str, Any]:
         fields |= {"n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 3}
     if "attention_k_eq_v" in known:
         fields |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+    if "enable_moe_block" in known:
+        fields |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
     if "max_window_layers" in known:
         fields |= {"max_window_layers": 1}
     return {"architectures": [architecture], "vocab_size": 97, **fields}  # fmt: skip

@@ -94,6 +94,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4, two tensors": ("Gemma4TextConfig", _GEMMA4 | dict(
         num_hidden_layers=3, attention_k_eq_v=False, num_key_value_heads=2, global_head_dim=24, attention_bias=True,
         layer_types=["full_attention", "sliding_attention", "full_attention"])),
+    "gemma4 26b-a4b": ("Gemma4TextConfig", _GEMMA4 | dict(
+        num_global_key_value_heads=2, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=16)),
     "gemma4 with images": ("Gemma4Config", dict(
         text_config=_GEMMA4 | dict(num_hidden_layers=2, num_global_key_value_heads=1, use_bidirectional_attention="vision"),
         vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,

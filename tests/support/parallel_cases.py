@@ -109,6 +109,10 @@ MODELS: dict[str, ModelConfig] = {
         experts=ExpertsConfig(num_experts=5, per_token=2, size=16, normalize=True, bias=True, clamp=(1.702, 0.5)),
     ),
 }  # fmt: skip
+MODELS["gemma4 experts"] = dataclasses.replace(
+    MODELS["gemma4"],
+    experts=ExpertsConfig(num_experts=5, per_token=2, size=16, normalize=True, shared_size=32, shared_gate=False, apart=True),
+)  # fmt: skip
 CASES: dict[str, tuple[str, str, Any]] = {
     # name: model, kind that requests get, attention over layer inputs
     "opt, kv": ("opt", "kv", "auto"),
@@ -136,6 +140,7 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "rotary embeddings by layer, hidden": ("gemma3", "hidden", "absorb"),
     "gemma4": ("gemma4", "kv", "auto"),
     "int8, gemma4": ("gemma4", "kv", "auto"),
+    "gemma4, experts apart": ("gemma4 experts", "kv", "auto"),
     "experts, kv": ("experts", "kv", "auto"),
     "experts, both": ("experts", "hybrid", "absorb"),
     "latents, kv": ("latent", "kv", "auto"),

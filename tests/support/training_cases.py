@@ -18,6 +18,7 @@ CONFIGS: dict[str, ModelConfig] = {
     ),
     "gemma3": MODELS["gemma3"],
     "gemma4": MODELS["gemma4"],
+    "gemma4 experts": MODELS["gemma4 experts"],
     "qwen3": MODELS["qwen3"],
     "opt post-norm": dataclasses.replace(
         MODELS["opt"], norm_placement="post", final_norm=False, embedding_size=16, tie_embeddings=True

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int32
 
 from apt_jax.models.attention import grow_queries, head_norm_scale, latents, logit_modifiers
 from apt_jax.models.config import ModelConfig, RopeConfig
-from apt_jax.models.decoder import embed, logits, mixed_biases, rotary_angles, route
+from apt_jax.models.decoder import embed, expert_inputs, logits, mixed_biases, rotary_angles, route
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.step import apply_dense, apply_norm
 from apt_jax.ops.calls import LogitModifiers
@@ -157,16 +157,22 @@ def _self_attention(
     return apply_dense(heads.reshape(x.shape[0], -1), p.wo.reshape(p.wo.shape[0], -1), p.bo, _dense)
 
 
-def _feed_forward(x: Float[Array, "BT D"], p: LayerParams, config: ModelConfig) -> Float[Array, "BT D"]:
+def _feed_forward(
+    x: Float[Array, "BT D"], h: Float[Array, "BT D"], p: LayerParams, config: ModelConfig
+) -> Float[Array, "BT D"]:
+    """`h` is the residual stream."""
     if p.experts is not None:
         assert config.experts is not None
-        ids, weights = route(x, p.experts, config)
-        out = experts(x, ids, weights, p.experts, config.activation, clamp=config.experts.clamp)
+        of_router, rows = expert_inputs(x, h, p.experts, config)
+        ids, weights = route(of_router, p.experts, config)
+        out = experts(rows, ids, weights, p.experts, config.activation, clamp=config.experts.clamp)
         if p.experts.b_down is not None:
             out = out + mixed_biases(ids, weights, p.experts.b_down)
         if p.w_down is None:
             return out
-        shared, gate = _feed_forward(x, dataclasses.replace(p, experts=None), config), p.experts.shared_gate
+        shared, gate = _feed_forward(x, h, dataclasses.replace(p, experts=None), config), p.experts.shared_gate
+        if (norms := p.experts.norms) is not None:
+            return apply_norm(shared, norms.shared, config) + apply_norm(out, norms.after, config)
         return out + (shared if gate is None else jax.nn.sigmoid(_dense(x, gate)) * shared)
     if config.gated:
         gate = apply_dense(x, p.w_gate, p.b_gate, _dense, config.activation)
@@ -194,14 +200,14 @@ def _layer(
         return _self_attention(x.astype(dtype), p, cos_sin, positions, config, layer, length)
 
     def feed_forward(x: Array) -> Array:
-        return _feed_forward(x.astype(dtype), p, config)
+        return _feed_forward(normed(x, p.ffn_norm).astype(dtype), x, p, config)
 
     if config.norm_placement == "post":
         h = normed(h + attention(h), p.attn_norm)
-        return normed(h + feed_forward(h), p.ffn_norm)
+        return normed(h + _feed_forward(h.astype(dtype), h, p, config), p.ffn_norm)
     after = h + normed(attention(normed(h, p.attn_norm)), p.attn_out_norm) * config.residual_scale
     source = h if config.parallel else after
-    after = after + normed(feed_forward(normed(source, p.ffn_norm)), p.ffn_out_norm) * config.residual_scale
+    after = after + normed(feed_forward(source), p.ffn_out_norm) * config.residual_scale
     return after if p.layer_scale is None else after * p.layer_scale.astype(jnp.float32)[None]
 
 

@@ -2,7 +2,8 @@
 of each layer, and fewer but wider key heads in layers without a window, whose values are the projection of keys.
 
 In these layers rotation changes a quarter of the lanes. Keys and values are then cached as one tensor
-(`AttentionShape.turned_lanes`), exactly. Models with embeddings of their own in every layer (E2B, E4B) are refused.
+(`AttentionShape.turned_lanes`), exactly. In 26B-A4B a mixture of experts stands beside every feed-forward layer, with norms of
+its own (`ExpertsConfig.apart`). Models with embeddings of their own in every layer (E2B, E4B) are refused.
 """
 
 import dataclasses
@@ -10,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import ModelLoadError
-from apt_jax.models.checkpoint_map import ModelFamily, Source, whole, windows
-from apt_jax.models.config import AttentionShape, ModelConfig
+from apt_jax.models.checkpoint_map import ModelFamily, Source, split_leaf, whole, windows
+from apt_jax.models.config import AttentionShape, ExpertsConfig, ModelConfig
 from apt_jax.models.config_fields import ConfigFields, shown
 from apt_jax.models.families.gemma import gemma_config
 from apt_jax.models.families.gemma2 import IN_SANDWICH
@@ -65,6 +66,22 @@ def _global_shape(fields: Mapping[str, Any], global_layers: list[int]) -> tuple[
     return get.positive("num_key_value_heads"), get.positive("head_dim")
 
 
+def _experts(fields: Mapping[str, Any]) -> ExpertsConfig | None:
+    """Return the mixture beside every feed-forward layer; None: there is none."""
+    get = ConfigFields(fields)
+    if not get.flag("enable_moe_block", False):
+        return None
+    return ExpertsConfig(
+        num_experts=get.positive("num_experts"),
+        per_token=get.positive("top_k_experts"),
+        size=get.positive("moe_intermediate_size"),
+        normalize=True,
+        shared_size=get.positive("intermediate_size"),
+        shared_gate=False,
+        apart=True,
+    )
+
+
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """See `llama.model_config`."""
     fields = _DEFAULTS | {name: value for name, value in fields.items() if value is not None or name not in _DEFAULTS}
@@ -87,7 +104,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     config = gemma_config(
         _rope_fields(fields, "sliding_attention"), "gemma4_text", max_len, "hidden_activation",
         norm_offset=0.0, norm_placement="sandwich", qk_norm="head", value_norm=True, layer_scale=True, attention_scale=1.0,
-        logits_softcap=get.optional_number("final_logit_softcapping"), layer_windows=layer_windows,
+        logits_softcap=get.optional_number("final_logit_softcapping"), layer_windows=layer_windows, experts=_experts(fields),
     )  # fmt: skip
     key_heads, head_dim = _global_shape(fields, [i for i in range(num_layers) if i not in local_layers])
     rope, longest = read_rope(_rope_fields(fields, "full_attention"), head_dim, max_len=max_len)
@@ -107,24 +124,39 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     )
 
 
-_IN_LAYER = IN_SANDWICH | {"layer_scale": "layer_scalar"}
+_IN_LAYER = IN_SANDWICH | {
+    "layer_scale": "layer_scalar",
+    "experts.router": "router.proj.weight",
+    "experts.scale": "router.per_expert_scale",
+    "experts.router_norm.scale": "router.scale",
+    "experts.before_norm.scale": "pre_feedforward_layernorm_2.weight",
+    "experts.after_norm.scale": "post_feedforward_layernorm_2.weight",
+    "experts.shared_norm.scale": "post_feedforward_layernorm_1.weight",
+    "experts.w_down": "experts.down_proj",
+}
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Return the source tensor of a leaf of `param_names`."""
+    """Return the source tensor of a leaf of `param_names`. Gate and up of all experts are one tensor."""
     del config
+    field, index = split_leaf(leaf)
+    if field in ("experts.w_gate", "experts.w_up"):
+        first, width = (0, shape[1]) if field.endswith("gate") else (shape[1], 2 * shape[1])
+        stored = (shape[0], 2 * shape[1], shape[2])
+        return Source(f"layers.{index}.experts.gate_up_proj", stored, lambda tensor: tensor[:, first:width])
     return whole(leaf, shape, TOP_LEVEL, _IN_LAYER, "layers.{}.")
 
 
 _FIELDS: FamilyFields = dataclasses.replace(
     LLAMA_FIELDS.but(
         "hidden_activation", "final_logit_softcapping", "sliding_window", "layer_types", "attention_k_eq_v", "global_head_dim",
-        "num_global_key_value_heads", "per_layer_config", "hidden_size_per_layer_input",
+        "num_global_key_value_heads", "per_layer_config", "hidden_size_per_layer_input", "enable_moe_block",
+        "num_experts", "top_k_experts", "moe_intermediate_size",
         ignored=frozenset({
             "hidden_act", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "vocab_size_per_layer_input",
-            "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size",
+            "use_double_wide_mlp",
         }),
-        use_bidirectional_attention=(False, "vision"), num_kv_shared_layers=(0,), enable_moe_block=(False,),
+        use_bidirectional_attention=(False, "vision"), num_kv_shared_layers=(0,),
     ),
     nested={"rope_parameters": ROPE_BY_LAYER["rope_parameters"]},
 )  # fmt: skip
