@@ -20,6 +20,7 @@ With a `HostTier`, an evicted idle group is saved to host memory and stays regis
 Without prefix caching no group is ever registered or idle.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -150,9 +151,13 @@ class GroupPool:
         if num > self.pool.num_free:
             if num > self.num_free:
                 return None
-            while self.pool.num_free < num:
-                self._evict(self.prefixes.idle.victim())
+            with self._hits_together():
+                while self.pool.num_free < num:
+                    self._evict(self.prefixes.idle.victim())
         return self.pool.allocate(num)
+
+    def _hits_together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.tracker is None else self.tracker.together()
 
     def hold_new(
         self,
@@ -259,11 +264,12 @@ class GroupPool:
     def _cancel_loads(self, idle: list[int]) -> None:
         """Cancel the loads of idle groups, which are then only in host memory again."""
         assert self.tier is not None
-        for first in idle:
-            node = self.prefixes.node_of.get(first)
-            if node is not None and node in self.tier.loads and node not in self.tier.kept:
-                del self.tier.loads[node]
-                self._leave_device(node)
+        with self._hits_together():
+            for first in idle:
+                node = self.prefixes.node_of.get(first)
+                if node is not None and node in self.tier.loads and node not in self.tier.kept:
+                    del self.tier.loads[node]
+                    self._leave_device(node)
 
     def _keep_loads(self, firsts: list[int]) -> None:
         """Keep the loads of groups that the step reads, even if no request holds these groups any more."""
@@ -338,39 +344,40 @@ class GroupPool:
         parent = prefixes.find(kind, digests[begin - 1]) if begin else prefixes.roots[kind]
         new: list[Node] = []
         blocks, stamps = firsts.tolist(), generations.tolist()
-        for i, first in enumerate(blocks):
-            if self.generation[first] != stamps[i]:
-                parent = None  # reallocated in the meantime
-                continue
-            self.is_expected[first] = False
-            at = begin + i
-            holder = None
-            if self.num_refs[first]:
-                if table is None or table[0, at] != first:
+        with self._hits_together():
+            for i, first in enumerate(blocks):
+                if self.generation[first] != stamps[i]:
+                    parent = None  # reallocated in the meantime
+                    continue
+                self.is_expected[first] = False
+                at = begin + i
+                holder = None
+                if self.num_refs[first]:
+                    if table is None or table[0, at] != first:
+                        parent = None
+                        continue
+                    holder = table
+                    # A holder of a registered group must also hold all groups before it.
+                    if at and parent is not None and table[0, at - 1] != parent.block:
+                        parent = None
+                elif first not in prefixes.idle:
                     parent = None
                     continue
-                holder = table
-                # A holder of a registered group must also hold all groups before it.
-                if at and parent is not None and table[0, at - 1] != parent.block:
-                    parent = None
-            elif first not in prefixes.idle:
-                parent = None
-                continue
-            if parent is None:
-                self._discard(first)
-                continue
-            node = prefixes.find(kind, digests[at])
-            if node is None:
-                node = prefixes.add(parent, digests[at], first)
-                new.append(node)
-            elif node.block == NULL_BLOCK:  # only in host memory, and computed again
-                self._return_to_device(node, first)
-            elif node.block != first:
-                if holder is not None:
-                    self._deduplicate(slot, holder[:, at], node)
-                else:
+                if parent is None:
                     self._discard(first)
-            parent = node
+                    continue
+                node = prefixes.find(kind, digests[at])
+                if node is None:
+                    node = prefixes.add(parent, digests[at], first)
+                    new.append(node)
+                elif node.block == NULL_BLOCK:  # only in host memory, and computed again
+                    self._return_to_device(node, first)
+                elif node.block != first:
+                    if holder is not None:
+                        self._deduplicate(slot, holder[:, at], node)
+                    else:
+                        self._discard(first)
+                parent = node
         if new and self.tracker is not None:
             self.tracker.registered(new)
 
@@ -439,8 +446,9 @@ class GroupPool:
             if node.block != NULL_BLOCK:
                 leaving.append(node)
             todo.extend(node.children)
-        for node in reversed(leaving):  # later groups of a prefix are dropped first
-            self._leave_device(node)
+        with self._hits_together():
+            for node in reversed(leaving):  # later groups of a prefix are dropped first
+                self._leave_device(node)
         for first in list(self.prefixes.idle):
             self._discard(first)
 

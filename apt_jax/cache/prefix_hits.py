@@ -4,10 +4,14 @@
 cached prefix length into the `RequestTable` that policies read. A request is listed in the last node of its cached
 prefix, and under the digest of its first missing group, so an event touches only the requests that it affects, and an
 iteration without events has no cost.
+
+A path may have thousands of groups, which are evicted one by one from its end. So a hit that becomes shorter is updated
+without a walk along the path, and several groups that move between device and host memory share one (`together`).
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +91,10 @@ class PrefixHitTracker:
         """Hits of waiting requests without conversion, by row and kind; recorded only if `converts` is set."""
         self._converted: set[int] = set()
         self._place: dict[int, dict[int, Node]] = {}
+        self._placed: dict[int, dict[int, _Placed]] = {}
+        """Locations of the groups on the path to each node of `_place`."""
+        self._used: set[Node] | None = None
+        """Arguments of `used` that `together` delays; None: nothing is delayed."""
         self._digests: dict[int, Sequence[list[bytes]]] = {}
         self._awaited: list[dict[bytes, set[int]]] = [{} for _ in self._per_group]
 
@@ -99,6 +107,7 @@ class PrefixHitTracker:
             self.end(row)
         self._digests[row] = digests
         self._place[row] = {}
+        self._placed[row] = {}
         for kind in kinds:
             self._enter(row, self._deepest(self._tree.roots[kind], digests[kind]))
 
@@ -108,8 +117,13 @@ class PrefixHitTracker:
         if places is None:
             return
         for node in places.values():
-            self._leave(row, node)
-        del self._digests[row]
+            self._unlist(row, node)
+            at = node
+            while at.depth:
+                at.num_below -= 1
+                assert at.parent is not None
+                at = at.parent
+        del self._digests[row], self._placed[row]
         for kind in places:
             self._own.pop((row, kind), None)
         self._converted.discard(row)
@@ -152,28 +166,54 @@ class PrefixHitTracker:
         )
 
     def _deepest(self, node: Node, digests: list[bytes]) -> Node:
+        """Return the last registered node of the path with these digests, below `node`, a node of the path.
+
+        A registered node has a registered parent, so the number of registered nodes is found by bisection, after
+        steps that double from the beginning.
+        """
         find, kind = self._tree.find, node.kind
-        for digest in digests[node.depth :]:
-            below = find(kind, digest)
+        known, most, step = node.depth, len(digests), 1
+        while known + step <= most and (below := find(kind, digests[known + step - 1])) is not None:
+            node, known, step = below, known + step, 2 * step
+        most = min(most, known + step - 1)
+        while known < most:
+            middle = (known + most + 1) // 2
+            below = find(kind, digests[middle - 1])
             if below is None:
-                break
-            node = below
+                most = middle - 1
+            else:
+                node, known = below, middle
         return node
 
     def _enter(self, row: int, node: Node) -> None:
-        self._place[row][node.kind] = node
-        node.rows.add(row)
-        digests = self._digests[row][node.kind]
-        if node.depth < len(digests):
-            self._awaited[node.kind].setdefault(digests[node.depth], set()).add(row)
+        """Record where the cached prefix of a request ends that was not tracked with this kind, and write its hit."""
+        self._list(row, node)
         at = node
         while at.depth:
             at.num_below += 1
             assert at.parent is not None
             at = at.parent
-        self._write(row, node, self._placed(node))
+        self._write(row, node, self._locate(node))
 
-    def _placed(self, node: Node) -> "_Placed":
+    def _list(self, row: int, node: Node) -> None:
+        """List a request in the last node of its cached prefix, and under the digest of its first missing group."""
+        self._place[row][node.kind] = node
+        node.rows.add(row)
+        digests = self._digests[row][node.kind]
+        if node.depth < len(digests):
+            self._awaited[node.kind].setdefault(digests[node.depth], set()).add(row)
+
+    def _unlist(self, row: int, node: Node) -> None:
+        node.rows.discard(row)
+        digests = self._digests[row][node.kind]
+        if node.depth < len(digests):
+            awaited = self._awaited[node.kind]
+            rows = awaited[digests[node.depth]]
+            rows.discard(row)
+            if not rows:
+                del awaited[digests[node.depth]]
+
+    def _locate(self, node: Node) -> "_Placed":
         """Return the numbers of groups on the path to a node, by location."""
         held = resident = num_host = 0
         at = node
@@ -191,25 +231,11 @@ class PrefixHitTracker:
             at = at.parent
         return _Placed(held, resident, num_host)
 
-    def _leave(self, row: int, node: Node) -> None:
-        node.rows.discard(row)
-        digests = self._digests[row][node.kind]
-        if node.depth < len(digests):
-            awaited = self._awaited[node.kind]
-            rows = awaited[digests[node.depth]]
-            rows.discard(row)
-            if not rows:
-                del awaited[digests[node.depth]]
-        at = node
-        while at.depth:
-            at.num_below -= 1
-            assert at.parent is not None
-            at = at.parent
-
     def _write(self, row: int, node: Node, placed: "_Placed") -> None:
         """Write the hit of a request to the table; the hit excludes the request's last token, whose logits are not
         cached."""
         table, kind = self._table, node.kind
+        self._placed[row][kind] = placed
         size = self._block_sizes[kind]
         tokens, host = self.usable(kind, node.depth, placed.resident, placed.num_host, int(table.num_tokens[row]) - 1)
         if self._windows is not None:
@@ -275,35 +301,91 @@ class PrefixHitTracker:
 
     # --- events ----------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Delay the updates of `used` to the end of the block, where groups whose paths share nodes share their cost."""
+        if self._used is not None:
+            yield
+            return
+        self._used = set()
+        try:
+            yield
+        finally:
+            self._catch_up()
+            self._used = None
+
+    def _catch_up(self) -> None:
+        """Make the delayed updates."""
+        if not self._used:
+            return
+        left = set(self._used)
+        for node in sorted(self._used, key=lambda node: node.depth):
+            if node in left:
+                self._update(node, left)
+        self._used.clear()
+
     def registered(self, nodes: Sequence[Node]) -> None:
         """Update the hits of requests after these nodes have been registered."""
+        located: dict[Node, _Placed] = {}
         for new in nodes:
             for row in sorted(self._awaited[new.kind].get(new.digest, ())):
-                self._leave(row, self._place[row][new.kind])
-                self._enter(row, self._deepest(new, self._digests[row][new.kind]))
+                above = self._place[row][new.kind]
+                self._unlist(row, above)
+                node = self._deepest(new, self._digests[row][new.kind])
+                self._list(row, node)
+                at = node
+                while at is not above:
+                    at.num_below += 1
+                    assert at.parent is not None
+                    at = at.parent
+                if node not in located:
+                    located[node] = self._locate(node)
+                self._write(row, node, located[node])
 
     def dropped(self, nodes: Sequence[Node]) -> None:
         """Update the hits of requests before a subtree is removed; `nodes` lists parents first."""
         top = nodes[0]
         if not top.num_below:
             return
-        assert top.parent is not None
+        end = top.parent
+        assert end is not None
+        if self._used and (gone := self._used.intersection(nodes)):
+            self._used -= gone
+            if end.depth:
+                self._used.add(end)
         for node in nodes:
             for row in sorted(node.rows):
-                self._leave(row, node)
-                self._enter(row, top.parent)
+                self._unlist(row, node)
+                self._list(row, end)
+                held, resident, num_host = self._placed[row][node.kind]
+                at = node
+                while num_host and at is not end:
+                    num_host -= at.block == NULL_BLOCK
+                    assert at.parent is not None
+                    at = at.parent
+                placed = _Placed(min(held, end.depth), min(resident, end.depth), num_host)
+                self._write(row, end, placed if end.depth else _Placed(0, 0, 0))
 
     def used(self, node: Node) -> None:
         """Update the hits of requests after a node and its descendants gained their first holder or lost their last, or
         after the node was copied to the device or evicted from it."""
         if not node.num_below:
             return
+        if self._used is not None:
+            self._used.add(node)
+        else:
+            self._update(node, set())
+
+    def _update(self, node: Node, left: set[Node]) -> None:
+        """Update the hits of requests whose prefix ends in a node or below it, and remove the nodes on the way from
+        `left`."""
         assert node.parent is not None
+        todo = [(node, *self._locate(node.parent))]
         num_refs, is_kept = self._num_refs, self._is_kept
-        todo = [(node, *self._placed(node.parent))]
         while todo:
             node, held, resident, num_host = todo.pop()
             while True:
+                left.discard(node)
                 block = node.block
                 if block == NULL_BLOCK:
                     num_host += 1
@@ -322,17 +404,17 @@ class PrefixHitTracker:
     def refresh(self) -> None:
         """Write all hits again, because the results of `restores` or `converts` may have changed."""
         for row, places in self._place.items():
-            for node in places.values():
-                self._write(row, node, self._placed(node))
+            for kind, node in places.items():
+                self._write(row, node, self._placed[row][kind])
 
     def check_windows(self) -> None:
         """Write the hits of requests with cached prefixes again if groups of windowed layers have changed."""
         if self.windows_changed:
             self.windows_changed = False
             for row, places in self._place.items():
-                for node in places.values():
+                for kind, node in places.items():
                     if node.depth:
-                        self._write(row, node, self._placed(node))
+                        self._write(row, node, self._placed[row][kind])
 
     def windowed_nodes(self, row: int, tokens: int) -> list[Node]:
         """Return the cached groups of windowed layers that a waiting request needs after `tokens` cached positions."""
@@ -355,6 +437,7 @@ class PrefixHitTracker:
         """For the least urgent waiting request, return the last of its cached groups that is only in host memory and
         not in `skip`. If it has no such group, the next more urgent request is tried. Best-effort requests are the
         least urgent, then requests with the most time left. None: there is no such group."""
+        self._catch_up()
         table = self._table
         rows = np.flatnonzero(table.host_prefix_tokens.any(axis=1))
         first = table.num_delivered[rows] == 0
