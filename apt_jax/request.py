@@ -299,7 +299,8 @@ class RequestMetrics:
     recomputed_tokens: int = 0
     """Number of positions computed again after preemptions."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens that were already cached when the request was first scheduled."""
+    """Number of prompt tokens that were already cached, on the device or in host memory, when the request was first
+    scheduled; they were not computed. 0 without prefix caching. HTTP answers have it as `cached_tokens` of the usage."""
     cache_kind: CacheKindName | None = None
     """Cache kind that the request held last; None: it never held a cache."""
     num_blocks: int | None = None

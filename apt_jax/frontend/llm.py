@@ -252,7 +252,8 @@ class LLM:
             use_tqdm: show progress.
 
         Returns:
-            One result per prompt, with `n` outputs and the metrics of the first. A request that failed because of its
+            One result per prompt, with `n` outputs and the metrics of the first: times, attainment, and the number of
+            prompt tokens that were found cached (`metrics.num_cached_tokens`). A request that failed because of its
             own content has `finish_reason == "error"` and a message in `error`; other requests are not affected.
 
         Raises:
