@@ -17,6 +17,7 @@ from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import load_trace
 from apt_jax.sim.workload import drop_oversized, sample_workload
 from serve.cli import main
+from tests.support.cases import cover
 
 SHORT = ["--workload", "humaneval", "--num-requests", "60", "--seeds", "2"]
 CHAT = ["--workload", "interactive-chat", "--scale-tokens", "1/8", "--max-think-s", "2", "--num-sessions", "24",
@@ -29,6 +30,12 @@ QUESTIONS = {
                  "--slo", "ttft:100,tbt:20", "--num-blocks-override", "500", "--retention", "lru,knapsack"],
     "sessions by rate": ["--model", "llama-3-8b", "--hardware", "h100", *CHAT, "--rate", "40", "--slo", "ttft:35,tbt:15",
                          "--num-blocks-override", "800", "--retention", "lru"],
+    "summaries": ["--model", "llama-3-8b", "--hardware", "h100", "--workload", "batch-summarization-rag", "--scale-tokens", "1/16",
+                  "--rate", "100", "--num-requests", "120", "--seeds", "2", "--slo", "ttft:500,tbt:30,e2e:3000"],
+    "research": ["--model", "llama-3-8b", "--hardware", "a100-40gb", "-tp", "1", "--workload", "deep-research",
+                 "--scale-tokens", "1/16", "--max-think-s", "2", "--num-sessions", "16", "--concurrent-sessions", "16",
+                 "--drop-too-long", "--seeds", "2", "--slo", "ttft:250,tbt:20", "--num-blocks-override", "2000",
+                 "--retention", "lru"],
 }  # fmt: skip
 
 
@@ -37,7 +44,7 @@ def plan(given: list[str], path: Any) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", cover(QUESTIONS, [name for name in QUESTIONS if name != "research"]))
 def test_simulate_agrees_that_the_answer_holds_and_that_one_replica_fewer_fails(name, tmp_path, capsys):
     path = tmp_path / "out.json"
     (answer,) = plan(QUESTIONS[name], path)["answers"]
