@@ -430,7 +430,7 @@ def test_the_time_alone_counts_windows_and_experts():
         sum(costs.step_s(one, one * (p + t), np.zeros(1, np.int8)) for t in range(o - 1))
         for p, o in zip(prompt.tolist(), output.tolist(), strict=True)
     ]
-    assert alone_s(prompt, output, np.zeros(3, np.int32), costs, 100).tolist() == pytest.approx(expected)
+    assert alone_s(prompt, output, np.zeros(3, np.int64), costs, 100).tolist() == pytest.approx(expected)
 
 
 # --- generated workloads -----------------------------------------------------------------------------------------------
