@@ -58,7 +58,7 @@ class StepCosts:
     save_per_block_s: float = 0.0
     """Seconds per block saved to host memory, over all layers. 0: unknown."""
     decode_per_window_token_s: float = 0.0
-    """Seconds per cached token that layers with a window read, in addition to those of other layers."""
+    """Seconds per cached token of the window of layers that have one; other layers take their time besides."""
     window_tokens: float = 0.0
     """Length of that window."""
     experts_s: float = 0.0
