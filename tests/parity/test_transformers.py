@@ -114,10 +114,10 @@ def test_a_preset_has_as_many_parameters_as_the_model_of_transformers(name):
 
 
 def _num_constants(config: ModelConfig) -> int:
-    """Entries of our arrays that are no parameters of theirs: zeros and ones in the projections of latents, and biases of
-    routers that are buffers."""
+    """Entries of our arrays that are no parameters of theirs: zeros and ones in the projections of latents, and buffers,
+    which are biases of routers and Gemma 4's factor of each layer."""
     if config.latent is None:
-        return 0
+        return config.num_layers * config.layer_scale
     rotary = config.input_width - config.latent.rank
     keys = config.head_dim * config.input_width - (config.head_dim - rotary) * config.latent.rank
     constants = config.num_layers * config.num_heads * (keys + config.value_dim * rotary)
