@@ -12,7 +12,7 @@ from apt_jax.lab.training.forward import training_logits
 from apt_jax.lab.training.nnx_params import from_nnx
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import LatentParams, ModelParams
-from apt_jax.ops.weights import Experts, NormParams
+from apt_jax.ops.weights import ExpertNorms, Experts, NormParams
 
 
 class _Part(nnx.Module):
@@ -27,6 +27,9 @@ class _Part(nnx.Module):
             value = getattr(params, field.name)
             if isinstance(value, NormParams | Experts | LatentParams):
                 setattr(self, field.name, _PARTS[type(value)](value))
+            elif isinstance(value, ExpertNorms):  # named as in `param_names`
+                for norm in dataclasses.fields(value):
+                    setattr(self, f"{norm.name}_norm", Norm(getattr(value, norm.name)))
             elif value is not None and not isinstance(value, tuple):
                 setattr(self, field.name, nnx.Param(value))
 
