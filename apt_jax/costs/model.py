@@ -11,8 +11,8 @@ from apt_jax.core.kinds import HIDDEN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Time of a step as a model of its contents, linear but for experts and windows (docs/design/scheduling.md, Cost model; InferMax
-    §3.2, BROS §4.1).
+    """Time of a step as a model of its contents, linear but for experts and windows (docs/design/scheduling.md, Cost
+    model; InferMax §3.2, BROS §4.1).
 
     The coefficients come from a calibration or a hardware description, in seconds; unknown coefficients are zero. A row
     decodes if it computes one token over cached positions; otherwise it is a prefill chunk of c tokens over m cached

@@ -74,17 +74,16 @@ class AptPlusPolicy:
        reprojection.
     3. *Admission.* The knapsack of Apt-Serve Eq. 7, with the pending times p_i as values, chooses among the waiting
        requests that would be on time if they started now; a request with an end-to-end objective must also be expected
-       to end in time (`time_to_end`). Requests that were paused in the middle of their answer and
-       have no objective rank before all others. Late requests get the blocks that are left after `LEFTOVER_TOKENS` more
-       tokens are set aside for every decoding request: first requests without a token, then paused requests, each group
-       by arrival.
-    4. *Pausing.* A waiting request that would soon be late (`URGENT_SHARE`) takes the memory of running requests that lose no
-       attainment by a pause: requests that have missed an objective, and requests with so many tokens that their 99th
-       percentile meets the objective despite one more late gap, if the rest of the request takes at most `END_SHARE` of
-       the time left by its end-to-end objective. No other requests are paused for it. The latest
+       to end in time (`time_to_end`). Requests that were paused in the middle of their answer and have no objective
+       rank before all others. Late requests get the blocks that are left after `LEFTOVER_TOKENS` more tokens are set
+       aside for every decoding request: first requests without a token, then paused requests, each group by arrival.
+    4. *Pausing.* A waiting request that would soon be late (`URGENT_SHARE`) takes the memory of running requests that
+       lose no attainment by a pause: requests that have missed an objective, and requests with so many tokens that
+       their 99th percentile meets the objective despite one more late gap, if the rest of the request takes at most
+       `END_SHARE` of the time left by its end-to-end objective. No other requests are paused for it. The latest
        arrivals are paused first, because they have the most tokens left, so their memory is free for the longest time.
-       Recomputation of paused requests may take `RECOMPUTE_SHARE` of the time.
-       If the next positions do not fit the pool, requests are paused in the same order.
+       Recomputation of paused requests may take `RECOMPUTE_SHARE` of the time. If the next positions do not fit the
+       pool, requests are paused in the same order.
     5. *Two classes.* Best-effort requests have no objectives. They are paused before all others, also for lack of
        slots. They pause no other request, get only the memory left by real-time requests, and do not shorten steps.
 
@@ -121,6 +120,12 @@ class AptPlusPolicy:
     ) -> None:
         if forgiven_gaps is not None and forgiven_gaps < 0:
             raise ValueError(f"{forgiven_gaps=} must be at least 0")
+        for name, value in {
+            "gap_s": gap_s, "urgent_share": urgent_share, "recompute_share": recompute_share, "largest_share": largest_share,
+            "reserve_tokens": reserve_tokens, "leftover_tokens": leftover_tokens,
+        }.items():  # fmt: skip
+            if not value >= 0:  # NaN is not
+                raise ValueError(f"{name}={value!r} must be at least 0")
         self.violation_decay = check_decay(violation_decay)
         self.forgiven_gaps = forgiven_gaps
         self.has_classes = two_classes

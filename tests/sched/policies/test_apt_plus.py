@@ -510,3 +510,12 @@ def test_it_holds_more_than_apt_does_in_simulation():
     plus = simulate(dataclasses.replace(config, policy="apt-plus")).summary
     assert plus.slo_attainment > apt.slo_attainment
     assert plus.tokens_per_s > apt.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    "name", ["gap_s", "urgent_share", "recompute_share", "largest_share", "reserve_tokens", "leftover_tokens"]
+)
+@pytest.mark.parametrize("value", [-1, float("nan"), -float("inf")])
+def test_options_below_zero_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.* must be at least 0"):
+        AptPlusPolicy(**{name: value})  # type: ignore[arg-type]
